@@ -1,0 +1,82 @@
+"""The collectives that data-parallel training needs, each a no-op on one rank.
+
+Left out until it is built: overlap, copy-engine collectives.
+"""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gem_opkit.errors import ShapeError
+from gem_parallel.launch import World
+
+
+def all_reduce_sum(value: Tensor, world: World) -> Tensor:
+    """Sum a tensor over all ranks, in place.
+
+    Args:
+        value: the same shape and dtype on every rank, contiguous, on the world's device.
+        world: the ranks.
+
+    Returns:
+        ``value``, which now holds the sum.
+    """
+    if world.size > 1:
+        dist.all_reduce(value, op=dist.ReduceOp.SUM)
+    return value
+
+
+def all_gather_rows(rows: Tensor, world: World) -> Tensor:
+    """Join tensors whose number of rows may differ from rank to rank.
+
+    Args:
+        rows: shape (n, ...) with the same trailing shape and dtype on every rank; n may be 0.
+        world: the ranks.
+
+    Returns:
+        The rows of rank 0, then those of rank 1 and so on; the same on every rank.
+
+    Raises:
+        ShapeError: ``rows`` is a scalar.
+    """
+    if rows.ndim == 0:
+        raise ShapeError(
+            "all_gather_rows: rows must have a first dim; got a scalar; reshape it to (1,)"
+        )
+    if world.size == 1:
+        return rows
+    count = torch.tensor([rows.shape[0]], dtype=torch.int64, device=rows.device)
+    counts = [torch.empty_like(count) for _ in range(world.size)]
+    dist.all_gather(counts, count)
+    lengths = [int(n) for n in counts]
+    # Every rank sends the longest length: gloo has no all-gather of unequal parts.
+    longest = max(lengths)
+    padded = rows.new_zeros((longest, *rows.shape[1:]))
+    padded[: rows.shape[0]] = rows
+    parts = [torch.empty_like(padded) for _ in range(world.size)]
+    dist.all_gather(parts, padded)
+    return torch.cat([part[:n] for part, n in zip(parts, lengths, strict=True)])
+
+
+def broadcast_tensors(tensors: Iterable[Tensor], world: World) -> None:
+    """Overwrite every rank's tensors with those of rank 0, so that replicas start equal.
+
+    Args:
+        tensors: the same shapes, dtypes and order on every rank.
+        world: the ranks.
+    """
+    if world.size > 1:
+        for tensor in tensors:
+            dist.broadcast(tensor.detach(), src=0)
+
+
+def barrier(world: World) -> None:
+    """Wait until every rank has come here.
+
+    Args:
+        world: the ranks.
+    """
+    if world.size > 1:
+        dist.barrier()

@@ -1,0 +1,90 @@
+"""Join the ranks that ``torchrun`` started, or run alone. Nothing else reads its environment."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from gem_opkit.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The ranks of a job, as one of them sees it.
+
+    Attributes:
+        rank: number of this rank, 0 <= rank < size.
+        size: number of ranks; 1 means that no process group exists and none is needed.
+        device: device of this rank.
+    """
+
+    rank: int = 0
+    size: int = 1
+    device: torch.device = torch.device("cpu")
+
+    @property
+    def is_first(self) -> bool:
+        """True on the rank that writes files and prints."""
+        return self.rank == 0
+
+
+@contextmanager
+def process_group(device: str = "auto") -> Iterator[World]:
+    """Join the job of this process for the length of a ``with`` block.
+
+    Under ``torchrun`` the environment holds RANK, WORLD_SIZE and LOCAL_RANK; without them the
+    process is a job of its own and no process group is made. CPU ranks talk over gloo, GPU ranks
+    over NCCL.
+
+    Args:
+        device: ``auto`` (CUDA where there is one, otherwise CPU), ``cpu`` or ``cuda``.
+
+    Yields:
+        The world that this process is part of.
+
+    Raises:
+        ConfigError: the device is unknown or absent, or a host has more ranks than GPUs.
+    """
+    size, rank = _env_int("WORLD_SIZE", 1), _env_int("RANK", 0)
+    local_rank = _env_int("LOCAL_RANK", 0)
+    chosen = _pick_device(device, local_rank)
+    if size == 1:
+        yield World(device=chosen)
+        return
+    backend = "nccl" if chosen.type == "cuda" else "gloo"
+    dist.init_process_group(backend, rank=rank, world_size=size)
+    try:
+        yield World(rank=rank, size=size, device=chosen)
+    finally:
+        dist.destroy_process_group()
+
+
+def _env_int(name: str, default: int) -> int:
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    if not text.isdigit():
+        raise ConfigError(
+            f"process_group: {name} must be a whole number; got {text!r}; start ranks with torchrun"
+        )
+    return int(text)
+
+
+def _pick_device(device: str, local_rank: int) -> torch.device:
+    if device not in ("auto", "cpu", "cuda"):
+        raise ConfigError(
+            f"process_group: device must be auto, cpu or cuda; got {device!r}; choose one of them"
+        )
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise ConfigError(
+            f"process_group: a host must have a GPU for every rank; got local rank {local_rank} "
+            f"and {count} GPUs; start fewer ranks a host or ask for device cpu"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
