@@ -48,14 +48,19 @@ def contract_schema(module: ModuleType) -> dict[str, Any]:
         types imported from this module, are left out.
     """
     schemas: dict[str, Any] = {}
-    for name, value in sorted(vars(module).items()):
+    members: dict[str, Any] = vars(module)
+    for name, value in sorted(members.items()):
         if name.startswith("_"):
             continue
-        if isinstance(value, type) and issubclass(value, Contract):
-            if value.__module__ == module.__name__:
-                schemas[name] = value.model_json_schema()
-        elif get_origin(value) in (Annotated, Literal) and not _is_imported_unit(module, name):
-            schemas[name] = TypeAdapter(value).json_schema()
+        if get_origin(value) in (Annotated, Literal):
+            if not _is_imported_unit(module, name):
+                schemas[name] = TypeAdapter[Any](value).json_schema()
+        elif (
+            isinstance(value, type)
+            and issubclass(value, Contract)
+            and value.__module__ == module.__name__
+        ):
+            schemas[name] = value.model_json_schema()
     return schemas
 
 

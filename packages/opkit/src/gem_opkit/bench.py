@@ -1,0 +1,327 @@
+"""Benchmarks: correct first, then timed, then one JSON row a case.
+
+``run_bench`` runs every case's check before it times anything, so that no speed of a wrong kernel
+is ever written. A time that beats the peak or the measured ceiling is an error, not a result.
+Rows go to ``<out>/<device>/<name>.jsonl``, one a case, and carry commit, versions and shapes.
+"""
+
+import datetime
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gem_opkit.budget import tensors_in, upstream_like
+from gem_opkit.ceilings import (
+    Ceilings,
+    Peak,
+    device_name,
+    device_peak,
+    measure_ceilings,
+    share_of_ceiling,
+    share_of_peak,
+)
+from gem_opkit.cost import Cost
+from gem_opkit.errors import ConfigError, refusal
+
+_log = logging.getLogger("gem_opkit.bench")
+
+# Written between repetitions, so that no call finds its inputs in a cache.
+_FLUSH_BYTES = 2**28
+
+
+@dataclass(frozen=True, slots=True)
+class BenchCase:
+    """One row of a benchmark.
+
+    Attributes:
+        name: unique within the benchmark.
+        run: the call that is timed.
+        check: the gate; raises if ``run`` computes anything wrong (``check_budget`` and kin).
+        cost: FLOPs and fewest bytes of the call, on one GPU where several work together.
+        shapes: what a reader needs to repeat it: lengths, widths, heads; JSON values.
+        dtype: number format of the inputs.
+        peers: name -> the same work done by someone else, timed in the same run.
+    """
+
+    name: str
+    run: Callable[[], Any]
+    check: Callable[[], Any]
+    cost: Cost
+    shapes: Mapping[str, Any]
+    dtype: str = "fp32"
+    peers: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Repeated timing of a call.
+
+    Attributes:
+        ms: median, milliseconds.
+        p20_ms: a fifth of the calls were faster.
+        p80_ms: a fifth were slower.
+        calls: number of timed calls.
+    """
+
+    ms: float
+    p20_ms: float
+    p80_ms: float
+    calls: int
+
+
+def time_call(
+    run: Callable[[], Any], *, device: Any = "cpu", warmup: int = 3, calls: int = 20
+) -> Timing:
+    """Time a call: warm-up, caches flushed, CUDA events on a GPU, perf_counter on a CPU.
+
+    Args:
+        run: the call.
+        device: where it works.
+        warmup: calls that are not timed, at least 1; compilation and tuning fall here.
+        calls: calls that are timed, at least 3.
+
+    Returns:
+        the timing.
+
+    Raises:
+        ConfigError: too few calls for a median.
+    """
+    for name, value, least in (("warmup", warmup, 1), ("calls", calls, 3)):
+        if value < least:
+            raise ConfigError(
+                refusal("time_call", name, must=f"be at least {least}", got=value, fix="raise it")
+            )
+    device = torch.device(device)
+    flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device)
+    for _ in range(warmup):
+        run()
+    if device.type == "cuda":
+        times_ms = _event_times_ms(run, flush, calls, device)
+    else:
+        times_ms = []
+        for _ in range(calls):
+            flush.zero_()
+            began = time.perf_counter()
+            run()
+            times_ms.append(1e3 * (time.perf_counter() - began))
+    fifths = statistics.quantiles(times_ms, n=5)
+    return Timing(statistics.median(times_ms), fifths[0], fifths[3], calls)
+
+
+def _event_times_ms(
+    run: Callable[[], Any], flush: torch.Tensor, calls: int, device: torch.device
+) -> list[float]:
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(calls)]
+    torch.cuda.synchronize(device)
+    for start, end in events:
+        flush.zero_()
+        start.record()
+        run()
+        end.record()
+    # An event's time is only known once it has passed.
+    torch.cuda.synchronize(device)
+    return [start.elapsed_time(end) for start, end in events]
+
+
+def backward_of(fn: Callable[..., Any], inputs: Sequence[Any]) -> Callable[[], Any]:
+    """Run a function forward once and return a call that repeats only its backward.
+
+    Args:
+        fn: operator or module.
+        inputs: positional arguments; at least one tensor requires a gradient.
+
+    Returns:
+        a call for ``BenchCase.run``; it returns the gradients.
+
+    Raises:
+        ConfigError: no input requires a gradient.
+    """
+    leaves = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
+    if not leaves:
+        raise ConfigError(
+            refusal(
+                "backward_of",
+                "inputs",
+                must="hold a tensor that requires a gradient",
+                got="none",
+                fix="mark it with requires_grad=True",
+            )
+        )
+    roots = [out for out in tensors_in(fn(*inputs)) if out.requires_grad]
+    upstream = [upstream_like(root, seed=index) for index, root in enumerate(roots)]
+
+    def backward() -> Any:
+        return torch.autograd.grad(roots, leaves, upstream, retain_graph=True, allow_unused=True)
+
+    return backward
+
+
+def run_bench(
+    name: str,
+    cases: Sequence[BenchCase],
+    *,
+    device: Any = "cpu",
+    gpus: int = 1,
+    out: Path | str | None = "results",
+    calls: int = 20,
+    ceilings: Ceilings | None = None,
+) -> list[dict[str, Any]]:
+    """Check every case, time it and its peers, and write one JSON row a case.
+
+    A row of an earlier run is replaced where the case has the same name, and kept otherwise.
+
+    Args:
+        name: of the benchmark, and of its file.
+        cases: what to run, with unique names.
+        device: where it works.
+        gpus: number of GPUs that work together; part of the folder's name.
+        out: folder of the results; None writes nothing.
+        calls: timed calls of each case.
+        ceilings: of this device; where not given, measured before and after.
+
+    Returns:
+        the rows.
+
+    Raises:
+        ConfigError: no case, or two of one name.
+        MeasurementError: a time beats the peak or the ceiling. Nothing is written then.
+        Exception: whatever a case's check raises. Nothing is timed or written then.
+    """
+    names = [case.name for case in cases]
+    if not cases or len(set(names)) != len(names):
+        raise ConfigError(
+            refusal(
+                "run_bench",
+                "cases",
+                must="be at least one, with unique names",
+                got=names,
+                fix="name each case after its shapes",
+            )
+        )
+    for case in cases:
+        case.check()
+    given = ceilings
+    if given is None:
+        measure_ceilings(device)
+    timings = [_time_all(case, device, calls) for case in cases]
+    # Measured before and after, the better of both: a machine that was busy for a moment must
+    # not make a right time look impossible.
+    ceilings = given or measure_ceilings(device, again=True)
+    peak = device_peak(device_name(device))
+    provenance = _provenance()
+    rows = []
+    for case, timing in zip(cases, timings, strict=True):
+        shares = {who: _judged(t, case.cost, ceilings, peak) for who, t in timing.items()}
+        own = shares.pop("")
+        row = {
+            "bench": name,
+            "case": case.name,
+            "device": device_name(device),
+            "gpus": gpus,
+            "dtype": case.dtype,
+            "shapes": dict(case.shapes),
+            "flops": case.cost.flops,
+            "bytes": case.cost.bytes,
+            **own,
+            "peers": shares,
+            "peak_source": peak.peak_source,
+            "ceilings": asdict(ceilings),
+            **provenance,
+        }
+        _log.info(
+            "%s: %.4g ms, %.1f %% of the ceiling", case.name, row["ms"], 1e2 * row["ceiling_frac"]
+        )
+        rows.append(row)
+    if out is not None:
+        _write(Path(out) / device_folder(device_name(device), gpus=gpus) / f"{name}.jsonl", rows)
+    return rows
+
+
+def _time_all(case: BenchCase, device: Any, calls: int) -> dict[str, Timing]:
+    """Time a case, under the name "", and its peers."""
+    return {
+        who: time_call(run, device=device, calls=calls)
+        for who, run in {"": case.run, **case.peers}.items()
+    }
+
+
+def _judged(timing: Timing, cost: Cost, ceilings: Ceilings, peak: Peak) -> dict[str, Any]:
+    return {
+        **asdict(timing),
+        "peak_frac": share_of_peak(cost.flops, timing.ms, peak.flops_per_s),
+        "ceiling_frac": share_of_ceiling(cost, timing.ms, ceilings),
+    }
+
+
+def device_folder(name: str, *, gpus: int = 1) -> str:
+    """Return the folder of a device under ``results``.
+
+    Args:
+        name: as ``device_name`` gives it.
+        gpus: number of GPUs that work together, at least 1.
+
+    Returns:
+        ``cpu``, ``h200``, ``h200x2``: lower case, without the vendor, words joined by hyphens.
+    """
+    stem = re.sub(r"[^a-z0-9]+", "-", name.lower().removeprefix("nvidia ")).strip("-")
+    return f"{stem}x{gpus}" if gpus > 1 else stem
+
+
+def _provenance() -> dict[str, Any]:
+    versions: dict[str, str | None] = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    try:
+        versions["triton"] = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        versions["triton"] = None
+    for module_name, module in sorted(sys.modules.items()):
+        if re.fullmatch(r"gem(_\w+)?", module_name) and hasattr(module, "__version__"):
+            versions[module_name] = module.__version__
+    return {
+        "commit": _commit(),
+        "versions": versions,
+        "measured_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _commit() -> str | None:
+    """Return the commit, with ``+dirty`` where files differ from it; None outside a checkout."""
+    given = os.environ.get("GEM_COMMIT")  # for a machine that has the files but not .git
+    if given:
+        return given
+    answers = []
+    for command in (["git", "rev-parse", "HEAD"], ["git", "status", "--porcelain", "-uno"]):
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        except FileNotFoundError:
+            return None
+        if done.returncode != 0:
+            return None
+        answers.append(done.stdout.strip())
+    return answers[0] + ("+dirty" if answers[1] else "")
+
+
+def _write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    replaced = {row["case"] for row in rows}
+    kept: list[Mapping[str, Any]] = []
+    if path.exists():
+        old = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+        kept = [row for row in old if row["case"] not in replaced]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(row, sort_keys=False) for row in [*kept, *rows]]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
