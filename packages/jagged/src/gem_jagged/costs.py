@@ -1,0 +1,24 @@
+"""FLOPs and bytes of every operator, from plain ints; imports no torch."""
+
+from gem_jagged.kernels.jagged_concat.cost import jagged_concat_cost
+from gem_jagged.kernels.jagged_mean.cost import jagged_mean_backward_cost, jagged_mean_cost
+from gem_jagged.kernels.jagged_split.cost import jagged_split_cost
+from gem_jagged.kernels.jagged_to_padded.cost import (
+    jagged_to_padded_backward_cost,
+    jagged_to_padded_cost,
+)
+from gem_jagged.kernels.padded_to_jagged.cost import (
+    padded_to_jagged_backward_cost,
+    padded_to_jagged_cost,
+)
+
+__all__ = [
+    "jagged_concat_cost",
+    "jagged_mean_backward_cost",
+    "jagged_mean_cost",
+    "jagged_split_cost",
+    "jagged_to_padded_backward_cost",
+    "jagged_to_padded_cost",
+    "padded_to_jagged_backward_cost",
+    "padded_to_jagged_cost",
+]

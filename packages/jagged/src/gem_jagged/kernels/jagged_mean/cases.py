@@ -1,0 +1,5 @@
+"""Shapes on which ``jagged_mean`` is tested and timed."""
+
+from gem_jagged.workloads import EDGES, HISTORIES, PackedCase
+
+CASES: tuple[PackedCase, ...] = (*EDGES, *HISTORIES)

@@ -1,0 +1,5 @@
+"""Shapes on which ``jagged_to_padded`` is tested and timed."""
+
+from gem_jagged.workloads import EDGES, HISTORIES, PackedCase
+
+CASES: tuple[PackedCase, ...] = (*EDGES, *HISTORIES)

@@ -1,0 +1,231 @@
+"""Dense layers of the models, and the application of a precision recipe to them.
+
+The published models use no biases and norms without gains, so both are the default here. Left
+out: layers in a format below bf16; a recipe that asks for one is refused.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gem_opkit.errors import ConfigError, UnsupportedError, refusal
+from gem_precision.contract import PrecisionRecipe
+from gem_precision.norms import rms_normalize
+
+MlpActivation = Literal["relu", "gelu", "silu", "identity"]
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "silu": F.silu,
+    "identity": lambda x: x,
+}
+_BUILT_FORMATS = ("fp32", "bf16_autocast")
+
+
+def apply_recipe(
+    recipe: PrecisionRecipe, device_type: str
+) -> Callable[[], AbstractContextManager[object]]:
+    """Turn a recipe into a factory of the contexts that a forward pass runs in.
+
+    Make the factory once and enter a fresh context a step::
+
+        precision = apply_recipe(recipe, "cuda")
+        with precision():
+            logits = model(batch)
+
+    Args:
+        recipe: what is wanted.
+        device_type: "cpu", "cuda" or another name that ``torch.autocast`` takes.
+
+    Returns:
+        a function without arguments that returns a new context manager: one that does nothing
+        for ``fp32``, ``torch.autocast`` to bfloat16 for ``bf16_autocast``.
+
+    Raises:
+        UnsupportedError: the recipe asks for a format that is not built, or for different
+            formats for different kinds of layer.
+    """
+    for wanted in recipe.formats():
+        if wanted not in _BUILT_FORMATS:
+            raise UnsupportedError(
+                refusal(
+                    "apply_recipe",
+                    "recipe",
+                    must=f"use formats that are built ({', '.join(_BUILT_FORMATS)})",
+                    got=wanted,
+                    fix='take "bf16_autocast" instead',
+                )
+            )
+    if len(recipe.formats()) > 1:
+        raise UnsupportedError(
+            refusal(
+                "apply_recipe",
+                "layer_formats",
+                must="name the same format as default (mixing formats by layer is not built)",
+                got=dict(recipe.layer_formats),
+                fix=f'leave it empty to compute everything in "{recipe.default}"',
+            )
+        )
+    if recipe.default == "fp32":
+        return nullcontext
+    return lambda: torch.autocast(device_type, dtype=torch.bfloat16)
+
+
+class RmsNorm(nn.Module):
+    """Divide each row by its root mean square; no gain unless asked for.
+
+        y = x / sqrt(mean(x², last dim) + ε) [· gain]
+
+    Args:
+        width: size of the last dim, above 0.
+        affine: learn a gain for each column, starting at 1.
+        eps: added to the mean square, above 0.
+
+    Source: Zhang and Sennrich 2019 (arXiv:1910.07467).
+    """
+
+    def __init__(self, width: int, *, affine: bool = False, eps: float = 1e-6) -> None:
+        super().__init__()
+        _check_width("RmsNorm", width)
+        self.width = width
+        self.eps = eps
+        self.gain_D = nn.Parameter(torch.ones(width)) if affine else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dim of x (any shape ending in width); keeps shape and dtype."""
+        y = rms_normalize(x, self.eps)
+        return y if self.gain_D is None else (y * self.gain_D).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        """Width and gain, for ``print(module)``."""
+        return f"{self.width}, affine={self.gain_D is not None}"
+
+
+class LayerNorm(nn.Module):
+    """Subtract each row's mean and divide by its standard deviation; no gain unless asked for.
+
+        y = (x − mean(x)) / sqrt(var(x) + ε) [· gain]
+
+    There is never an offset: the models carry no biases.
+
+    Args:
+        width: size of the last dim, above 0.
+        affine: learn a gain for each column, starting at 1.
+        eps: added to the variance, above 0.
+
+    Source: Ba et al. 2016 (arXiv:1607.06450).
+    """
+
+    def __init__(self, width: int, *, affine: bool = False, eps: float = 1e-6) -> None:
+        super().__init__()
+        _check_width("LayerNorm", width)
+        self.width = width
+        self.eps = eps
+        self.gain_D = nn.Parameter(torch.ones(width)) if affine else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dim of x (any shape ending in width); keeps shape and dtype."""
+        # autocast would return float32 here; the caller's dtype is what the next matmul reads.
+        return F.layer_norm(x, (self.width,), self.gain_D, None, self.eps).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        """Width and gain, for ``print(module)``."""
+        return f"{self.width}, affine={self.gain_D is not None}"
+
+
+class Projection(nn.Linear):
+    """A linear map without bias.
+
+        y = x Wᵀ,   W (out_width, in_width) drawn from N(0, init_gain² / in_width)
+
+    so that inputs of unit variance give outputs of variance init_gain².
+
+    Args:
+        in_width: size of the last dim of the input, above 0.
+        out_width: size of the last dim of the output, above 0.
+        init_gain: standard deviation of the outputs at the start, at least 0.
+    """
+
+    def __init__(self, in_width: int, out_width: int, *, init_gain: float = 1.0) -> None:
+        _check_width("Projection", in_width)
+        _check_width("Projection", out_width)
+        self.init_gain = init_gain
+        super().__init__(in_width, out_width, bias=False)
+
+    def reset_parameters(self) -> None:
+        """Draw the weight anew from torch's default generator of its device."""
+        nn.init.normal_(self.weight, std=self.init_gain * self.in_features**-0.5)
+
+
+class Mlp(nn.Module):
+    """Projections with an activation, and dropout, between them.
+
+    Nothing follows the last projection: its output may be a logit.
+
+    Args:
+        widths: sizes of input, hidden layers and output; at least two, each above 0.
+        activation: between the projections.
+        dropout: share of hidden values set to 0 in training, in [0, 1).
+
+    Raises:
+        ConfigError: fewer than two widths, an unknown activation or a dropout out of range.
+    """
+
+    def __init__(
+        self, widths: Sequence[int], *, activation: MlpActivation = "relu", dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        if len(widths) < 2:
+            raise ConfigError(
+                refusal(
+                    "Mlp",
+                    "widths",
+                    must="hold at least an input and an output width",
+                    got=list(widths),
+                    fix="write it like (64, 128, 1)",
+                )
+            )
+        if activation not in _ACTIVATIONS:
+            raise ConfigError(
+                refusal(
+                    "Mlp",
+                    "activation",
+                    must=f"be one of {', '.join(get_args(MlpActivation))}",
+                    got=repr(activation),
+                    fix='use "relu" if in doubt',
+                )
+            )
+        if not 0.0 <= dropout < 1.0:
+            raise ConfigError(
+                refusal("Mlp", "dropout", must="be in [0, 1)", got=dropout, fix="0 turns it off")
+            )
+        self.activation = activation
+        # sqrt(2) keeps the variance through a ReLU, which drops half of it (He et al. 2015); the
+        # smooth ones are close to it. The last projection has nothing after it.
+        gain = 1.0 if activation == "identity" else 2.0**0.5
+        last = len(widths) - 2
+        self.projections = nn.ModuleList(
+            # An activation scales what follows it, so the first projection starts at 1.
+            Projection(widths[i], widths[i + 1], init_gain=gain if i > 0 else 1.0)
+            for i in range(last + 1)
+        )
+        self.dropout = nn.Dropout(dropout) if dropout > 0.0 else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x (any shape ending in widths[0]) to the same shape ending in widths[-1]."""
+        activate = _ACTIVATIONS[self.activation]
+        for projection in list(self.projections)[:-1]:
+            x = self.dropout(activate(projection(x)))
+        return self.projections[-1](x)
+
+
+def _check_width(op: str, width: int) -> None:
+    if width <= 0:
+        raise ConfigError(
+            refusal(op, "width", must="be above 0", got=width, fix="give the size of the last dim")
+        )

@@ -1,0 +1,197 @@
+"""Layers and the application of a recipe."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from gem_opkit.errors import ConfigError, UnsupportedError
+from gem_precision.contract import PrecisionRecipe
+from gem_precision.layers import LayerNorm, Mlp, Projection, RmsNorm, apply_recipe
+from gem_precision.norms import rms_normalize
+
+
+def plain_rms(x, eps=1e-6):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+
+def test_rms_norm_gives_rows_of_unit_mean_square():
+    x = torch.randn(7, 48) * 5
+    assert torch.allclose(RmsNorm(48)(x).square().mean(-1), torch.ones(7), atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(5, 8), (3, 2, 16), (4, 1), (0, 8), (0, 2, 3)])
+def test_rms_norm_equals_the_formula_with_its_gradient(shape):
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    grad = torch.randn(shape, dtype=torch.float64)
+    y, expected = rms_normalize(x), plain_rms(x)
+    assert torch.allclose(y, expected, rtol=1e-12, atol=1e-12)
+    (got,) = torch.autograd.grad(y, x, grad)
+    (wanted,) = torch.autograd.grad(expected, x, grad)
+    assert torch.allclose(got, wanted, rtol=1e-10, atol=1e-10)
+
+
+def test_rms_norm_gradient_by_finite_differences():
+    x = torch.randn(3, 2, 5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(rms_normalize, (x,))
+
+
+def test_rms_norm_of_a_zero_row_is_zero_with_a_finite_gradient():
+    x = torch.zeros(2, 8, requires_grad=True)
+    y = RmsNorm(8)(x)
+    y.sum().backward()
+    assert torch.equal(y, torch.zeros(2, 8))
+    assert torch.isfinite(x.grad).all()
+
+
+def test_rms_norm_takes_strided_rows():
+    fused = torch.randn(6, 3, 4, 8)
+    x = fused[:, 1].transpose(0, 1)
+    assert torch.allclose(RmsNorm(8)(x), plain_rms(x.contiguous()), atol=1e-6)
+
+
+def test_rms_norm_in_bf16_is_as_good_as_rounding_the_exact_result():
+    x = torch.randn(64, 96, dtype=torch.bfloat16)
+    y = RmsNorm(96)(x)
+    exact = plain_rms(x.double())
+    rounding = (exact.to(torch.bfloat16).double() - exact).abs().max()
+    assert y.dtype == torch.bfloat16
+    assert (y.double() - exact).abs().max() <= 2 * rounding
+
+
+def test_layer_norm_equals_its_formula():
+    x = torch.randn(9, 12, dtype=torch.float64)
+    centred = x - x.mean(-1, keepdim=True)
+    expected = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + 1e-6)
+    assert torch.allclose(LayerNorm(12)(x), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("norm", [RmsNorm, LayerNorm])
+def test_norms_have_a_gain_only_when_asked_for(norm):
+    assert list(norm(6).parameters()) == []
+    module = norm(6, affine=True)
+    x = torch.randn(4, 6)
+    assert torch.equal(module(x), norm(6)(x))
+    module(x).sum().backward()
+    assert module.gain_D.grad.shape == (6,)
+
+
+@pytest.mark.parametrize("norm", [RmsNorm, LayerNorm])
+def test_norms_keep_the_dtype_under_autocast(norm):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert norm(6)(torch.randn(4, 6, dtype=torch.bfloat16)).dtype == torch.bfloat16
+        assert norm(6)(torch.randn(4, 6)).dtype == torch.float32
+
+
+def test_norms_compile_whole():
+    torch._dynamo.reset()
+    step = torch.compile(
+        lambda x: LayerNorm(8)(RmsNorm(8)(x)), fullgraph=True, dynamic=True, backend="aot_eager"
+    )
+    for rows in (3, 7):
+        x = torch.randn(rows, 8, requires_grad=True)
+        expected = LayerNorm(8)(RmsNorm(8)(x))
+        (wanted,) = torch.autograd.grad(expected.square().sum(), x)
+        got = step(x)
+        (grad,) = torch.autograd.grad(got.square().sum(), x)
+        assert torch.allclose(got, expected, atol=1e-6)
+        assert torch.allclose(grad, wanted, atol=1e-5)
+
+
+def test_projection_has_no_bias_and_keeps_the_variance():
+    torch.manual_seed(0)
+    layer = Projection(256, 128)
+    assert [name for name, _ in layer.named_parameters()] == ["weight"]
+    assert 0.9 < layer(torch.randn(512, 256)).var().item() < 1.1
+
+
+def test_mlp_is_its_projections_with_the_activation_between():
+    torch.manual_seed(0)
+    mlp = Mlp((5, 7, 3), activation="silu")
+    x = torch.randn(4, 5)
+    first, second = (p.weight for p in mlp.projections)
+    expected = torch.nn.functional.silu(x @ first.T) @ second.T
+    assert torch.allclose(mlp(x), expected, atol=1e-6)
+    assert torch.equal(mlp(torch.zeros(2, 5)), torch.zeros(2, 3))
+
+
+def test_mlp_drops_in_training_only():
+    torch.manual_seed(0)
+    mlp = Mlp((8, 64, 4), dropout=0.5)
+    x = torch.randn(3, 8)
+    assert not torch.equal(mlp(x), mlp(x))
+    mlp.eval()
+    assert torch.equal(mlp(x), mlp(x))
+
+
+def test_same_seed_gives_the_same_parameters():
+    first, second = ([torch.manual_seed(3), Mlp((4, 8, 2)).state_dict()][1] for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("rows", [0, 5])
+def test_mlp_of_any_number_of_rows_has_gradients(rows):
+    mlp = Mlp((4, 8, 2), activation="gelu")
+    mlp(torch.randn(rows, 4)).sum().backward()
+    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in mlp.parameters())
+
+
+@pytest.mark.parametrize(
+    ("build", "word"),
+    [
+        (lambda: Mlp((4,)), "widths must hold"),
+        (lambda: Mlp((4, 2), activation="tanh"), "activation must be one of"),
+        (lambda: Mlp((4, 2), dropout=1.0), "dropout must be in"),
+        (lambda: RmsNorm(0), "RmsNorm: width must be above 0"),
+        (lambda: Projection(4, 0), "Projection: width must be above 0"),
+    ],
+)
+def test_layers_refuse_and_name_the_argument(build, word):
+    with pytest.raises(ConfigError, match=word):
+        build()
+
+
+def test_fp32_recipe_changes_nothing():
+    layer, x = Projection(4, 3), torch.randn(2, 4)
+    with apply_recipe(PrecisionRecipe(), "cpu")():
+        y = layer(x)
+    assert torch.equal(y, layer(x))
+
+
+def test_bf16_recipe_computes_products_in_bf16_and_can_be_entered_again():
+    layer, x = Projection(4, 3), torch.randn(2, 4)
+    precision = apply_recipe(PrecisionRecipe(default="bf16_autocast"), "cpu")
+    for _ in range(2):
+        with precision():
+            assert layer(x).dtype == torch.bfloat16
+    assert layer(x).dtype == torch.float32
+
+
+def test_an_escape_list_is_accepted_where_nothing_is_below_bf16():
+    recipe = PrecisionRecipe(default="bf16_autocast", bf16_escapes=("heads.trunk",))
+    with apply_recipe(recipe, "cpu")():
+        assert torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("wanted", ["mxfp8", "fp8_block", "mxfp4", "nvfp4"])
+def test_formats_that_are_not_built_are_refused_by_name(wanted):
+    with pytest.raises(UnsupportedError, match=f"got {wanted}; take"):
+        apply_recipe(PrecisionRecipe(default=wanted), "cpu")
+    with pytest.raises(UnsupportedError, match=f"got {wanted}; take"):
+        apply_recipe(PrecisionRecipe(layer_formats={"mlp": wanted}), "cpu")
+
+
+def test_mixed_formats_are_refused():
+    recipe = PrecisionRecipe(default="fp32", layer_formats={"mlp": "bf16_autocast"})
+    with pytest.raises(UnsupportedError, match="layer_formats must name the same format"):
+        apply_recipe(recipe, "cpu")
+
+
+def test_runs_where_triton_cannot_be_imported():
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch; from gem_precision.layers import Mlp, RmsNorm\n"
+        "y = RmsNorm(4)(Mlp((4, 8, 4))(torch.ones(2, 4))); sys.exit(not torch.isfinite(y).all())"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
