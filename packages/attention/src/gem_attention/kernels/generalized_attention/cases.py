@@ -1,0 +1,21 @@
+"""Shapes on which ``generalized_attention`` is tested and timed."""
+
+from dataclasses import replace
+
+from gem_attention.workloads import (
+    CROSS_EDGES,
+    CROSS_WORK,
+    SELF_EDGES,
+    SELF_WORK,
+    WINDOW_WORK,
+    AttentionCase,
+)
+
+CASES: tuple[AttentionCase, ...] = (
+    *SELF_EDGES,
+    *CROSS_EDGES,
+    *(replace(case, name=f"{case.name}_window", window=(1, 2)) for case in CROSS_EDGES),
+    *SELF_WORK,
+    *CROSS_WORK,
+    *WINDOW_WORK,
+)

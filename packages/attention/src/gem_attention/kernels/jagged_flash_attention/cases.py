@@ -1,0 +1,22 @@
+"""Shapes on which ``jagged_flash_attention`` is tested and timed."""
+
+from dataclasses import replace
+
+from gem_attention.workloads import (
+    CROSS_EDGES,
+    CROSS_WORK,
+    SELF_EDGES,
+    SELF_WORK,
+    WINDOW_WORK,
+    AttentionCase,
+)
+
+CASES: tuple[AttentionCase, ...] = (
+    *SELF_EDGES,
+    *CROSS_EDGES,
+    *(replace(case, name=f"{case.name}_window", window=(1, 2)) for case in SELF_EDGES[:1]),
+    *(replace(case, name=f"{case.name}_causal", window=(None, 0)) for case in CROSS_EDGES),
+    *SELF_WORK,
+    *CROSS_WORK,
+    *WINDOW_WORK,
+)

@@ -1,0 +1,13 @@
+"""The attention operators, by name."""
+
+from gem_attention.kernels.block_attention.op import block_attention
+from gem_attention.kernels.generalized_attention.op import generalized_attention
+from gem_attention.kernels.jagged_flash_attention.op import jagged_flash_attention
+from gem_attention.kernels.pooled_attention.op import pooled_attention
+
+__all__ = [
+    "block_attention",
+    "generalized_attention",
+    "jagged_flash_attention",
+    "pooled_attention",
+]

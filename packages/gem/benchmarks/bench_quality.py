@@ -1,0 +1,167 @@
+"""Quality of the shipped recipes over seeds, and whether their difference is more than chance.
+
+    python packages/gem/benchmarks/bench_quality.py [--recipes A B] [--seeds 1 2 3] [--set K=V]
+
+Trains each recipe with each seed through the same function as `gem train`, takes the predictions
+of the test rows that it wrote, and puts into ``results/cpu/quality.jsonl``: one row a run, the mean
+over seeds, and for every pair of recipes a paired bootstrap of the difference in NE on the same
+rows. Rows of the same case replace older ones.
+"""
+
+import argparse
+import json
+import math
+import statistics
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+from rich.console import Console
+
+from gem.config import load_recipe
+from gem.train.loop import PREDICTIONS_FILE, train
+from gem.train.normalized_entropy import CLIP, binary_entropy
+from gem.train.progress import Display
+from gem_opkit.bench import provenance, write_rows
+
+RESULTS = Path(__file__).resolve().parents[3] / "results" / "cpu" / "quality.jsonl"
+RESAMPLES = 10_000
+METRICS = ("ne", "auc", "gauc", "logloss", "calibration")
+_CHUNK = 100
+
+
+def test_rows(run: Path, task: str) -> dict[str, np.ndarray]:
+    """Row, label and log loss of the labelled test rows of a run, in row order."""
+    table = pq.read_table(run / PREDICTIONS_FILE).to_pydict()
+    kept = [
+        (row, label, p)
+        for split, name, row, label, p in zip(
+            table["split"], table["task"], table["row"], table["label"], table["p"], strict=True
+        )
+        if split == "test" and name == task and label is not None
+    ]
+    rows, labels, p = (np.array(column, np.float64) for column in zip(*kept, strict=True))
+    p = np.clip(p, CLIP, 1.0 - CLIP)
+    loss = -(labels * np.log(p) + (1.0 - labels) * np.log1p(-p))
+    return {"row": rows.astype(np.int64), "label": labels, "loss": loss}
+
+
+def paired_bootstrap(
+    first: list[dict[str, np.ndarray]], second: list[dict[str, np.ndarray]], *, seed: int = 1
+) -> dict[str, float]:
+    """Resample the test rows and compare NE, each recipe's loss averaged over its seeds.
+
+    Returns:
+        The difference first - second (below 0: the first is better), its 95 % interval, and the
+        share of resamples in which the first is better.
+    """
+    rows = first[0]["row"]
+    if any(not np.array_equal(run["row"], rows) for run in (*first, *second)):
+        raise SystemExit("bench_quality: the runs must be on the same test rows")
+    label = first[0]["label"]
+    gap = np.mean([r["loss"] for r in first], axis=0) - np.mean([r["loss"] for r in second], axis=0)
+    rng = np.random.default_rng(seed)
+    found = np.empty(RESAMPLES)
+    for begin in range(0, RESAMPLES, _CHUNK):
+        picked = rng.integers(0, len(rows), (_CHUNK, len(rows)), dtype=np.int32)
+        rates = label[picked].mean(axis=1)
+        entropies = np.array([binary_entropy(rate) for rate in rates])
+        found[begin : begin + _CHUNK] = gap[picked].mean(axis=1) / entropies
+    low, high = np.quantile(found, [0.025, 0.975])
+    return {
+        "ne_difference": float(gap.mean() / binary_entropy(float(label.mean()))),
+        "low_95": float(low),
+        "high_95": float(high),
+        "first_better_frac": float((found < 0).mean()),
+        "resamples": RESAMPLES,
+        "rows": len(rows),
+    }
+
+
+def run_recipe(
+    recipe: str, seed: int, settings: list[str], out: Path, display: Display
+) -> tuple[dict[str, Any], Path]:
+    """Train one recipe with one seed, unless the folder holds that finished run."""
+    config = load_recipe(recipe, [*settings, "train.predictions=true"], seed=seed)
+    folder = out / f"{config.name}-{seed}"
+    summary = train(config, folder, resume=folder.exists(), display=display)
+    return summary, folder
+
+
+def main() -> None:
+    """Train, compare, write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--recipes", nargs="+", default=["ml100k-time", "ml100k-din"])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings")
+    parser.add_argument("--out", type=Path, default=Path("runs/quality"), help="folder of the runs")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    chosen = parser.parse_args()
+    console = Console()
+    display = Display(console)
+    rows: list[dict[str, Any]] = []
+    tested: dict[str, list[dict[str, np.ndarray]]] = {}
+    for recipe in chosen.recipes:
+        summaries = []
+        for seed in chosen.seeds:
+            display.stage(f"{recipe}, seed {seed}")
+            summary, folder = run_recipe(recipe, seed, chosen.settings, chosen.out, display)
+            task = next(iter(summary["test"]))
+            tested.setdefault(recipe, []).append(test_rows(folder, task))
+            summaries.append(summary)
+            rows.append(
+                {
+                    "bench": "quality",
+                    "case": f"{recipe}, seed {seed}",
+                    "recipe": recipe,
+                    "seed": seed,
+                    "task": task,
+                    **{s: summary[s][task] for s in ("progressive", "valid", "test")},
+                    **{k: summary[k] for k in ("device", "steps", "throughput", "memory")},
+                }
+            )
+        task = rows[-1]["task"]
+        mean = {
+            split: {
+                key: statistics.fmean(float(s[split][task][key]) for s in summaries)
+                for key in METRICS
+                if all(s[split][task][key] is not None for s in summaries)
+            }
+            for split in ("progressive", "valid", "test")
+        }
+        rows.append(
+            {
+                "bench": "quality",
+                "case": f"{recipe}, mean of seeds {' '.join(map(str, chosen.seeds))}",
+                "recipe": recipe,
+                "seeds": chosen.seeds,
+                "task": task,
+                **mean,
+                "device": summaries[0]["device"],
+            }
+        )
+        console.print(rows[-1]["case"], {k: round(v, 4) for k, v in mean["test"].items()})
+    for one, other in combinations(chosen.recipes, 2):
+        found = paired_bootstrap(tested[one], tested[other])
+        rows.append(
+            {
+                "bench": "quality",
+                "case": f"{one} against {other}, paired bootstrap of NE",
+                "recipes": [one, other],
+                "seeds": chosen.seeds,
+                **found,
+                "device": "cpu",
+            }
+        )
+        console.print(rows[-1]["case"], {k: v for k, v in found.items() if not math.isnan(v)})
+    origin = provenance()
+    rows = [{**row, "settings": chosen.settings, **origin} for row in rows]
+    write_rows(chosen.results, rows)
+    console.print(f"{len(rows)} rows in {chosen.results}")
+    json.dumps(rows, allow_nan=False)
+
+
+if __name__ == "__main__":
+    main()

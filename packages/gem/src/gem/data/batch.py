@@ -1,0 +1,91 @@
+"""The tensors of one training batch, as the reader hands them to the model.
+
+Frozen dataclasses, so that they can be built and passed inside a compiled graph. Names and order
+of everything are in the `BatchSchema` beside them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+
+import torch
+from gem_jagged.batch import Jagged
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StreamBatch:
+    """One event sequence for every example of the batch, oldest event first.
+
+    All members share one layout: the same offsets, lengths and longest length.
+
+    Attributes:
+        ids: per id field, a Jagged of int64 ids (T,).
+        numbers: Jagged of continuous fields (T, C), float32; C may be 0.
+        gap_seconds: Jagged of the time from the event to the example (T,), float32, >= 0.
+    """
+
+    ids: Mapping[str, Jagged]
+    numbers: Jagged
+    gap_seconds: Jagged
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "StreamBatch":
+        """The same stream on `device`; host lengths stay on the host."""
+        return StreamBatch(
+            ids={k: v.to(device, non_blocking=non_blocking) for k, v in self.ids.items()},
+            numbers=self.numbers.to(device, non_blocking=non_blocking),
+            gap_seconds=self.gap_seconds.to(device, non_blocking=non_blocking),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ExampleBatch:
+    """B examples of a log, joined with their histories.
+
+    Attributes:
+        streams: per stream name, its events.
+        ids: per non-sequence categorical input, a Jagged of int64 ids; one id an example unless
+            the input is multi-valued, missing values already filled.
+        numbers_BD: continuous inputs, float32, finite, in the schema's order; D may be 0.
+        labels_BA: labels, float32, in [0, 1]; 0 where unknown.
+        label_mask_BA: True where the label is known.
+        weights_B: example weights, float32, >= 0.
+        domains_B: index into the schema's domains, int64.
+        user_B: id of the user, int64 (for grouped metrics and predictions; not a model input).
+        row_B: position of the example in the log, int64 (not a model input).
+    """
+
+    streams: Mapping[str, StreamBatch]
+    ids: Mapping[str, Jagged]
+    numbers_BD: Tensor
+    labels_BA: Tensor
+    label_mask_BA: Tensor
+    weights_B: Tensor
+    domains_B: Tensor
+    user_B: Tensor
+    row_B: Tensor
+
+    @property
+    def examples(self) -> int:
+        """Number of examples."""
+        return self.labels_BA.shape[0]
+
+    @property
+    def event_tokens(self) -> int:
+        """Number of events over all streams, from host memory."""
+        return sum(stream.numbers.total_tokens for stream in self.streams.values())
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "ExampleBatch":
+        """The same batch on `device`; host lengths stay on the host."""
+        moved = {
+            field.name: getattr(self, field.name).to(device, non_blocking=non_blocking)
+            for field in fields(self)
+            if isinstance(getattr(self, field.name), Tensor)
+        }
+        return replace(
+            self,
+            streams={
+                k: v.to(device, non_blocking=non_blocking) for k, v in self.streams.items()
+            },
+            ids={k: v.to(device, non_blocking=non_blocking) for k, v in self.ids.items()},
+            **moved,
+        )

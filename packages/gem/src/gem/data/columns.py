@@ -1,0 +1,266 @@
+"""Columns of Parquet files as numpy arrays: chosen by name, nulls filled, values checked.
+
+Every fault is a DataError that names the file, the row within it and the value.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from gem.data.names import nearest
+from gem_opkit.errors import DataError, refusal
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnRequest:
+    """A column to be read.
+
+    Attributes:
+        name: its name in the files.
+        kind: ids and lists of ids become int64; times int64, never null; numbers float32, where
+            NaN counts as missing; labels float32 in [0, 1] with NaN where unknown; weights
+            float32, at least 0.
+        fill: what stands for a null; None where a null is an error.
+        rows: ids must lie in 0 .. rows-1; None for any int64.
+    """
+
+    name: str
+    kind: Literal["id", "ids", "time", "number", "label", "weight"]
+    fill: float | None = None
+    rows: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """All rows of a column.
+
+    Attributes:
+        values: one a row, or for lists the elements of all rows.
+        offsets: for lists, where each row begins in `values`, int64, one more than rows.
+        missing: how many values were null (or NaN, for numbers) and filled.
+    """
+
+    values: np.ndarray
+    offsets: np.ndarray | None = None
+    missing: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return len(self.values) if self.offsets is None else len(self.offsets) - 1
+
+
+def part_files(folder: Path) -> list[Path]:
+    """The Parquet files of one part of a data set, in the order in which they are read.
+
+    Args:
+        folder: `examples`, `events/<stream>` or `entities/<entity>`.
+
+    Returns:
+        at least one path, sorted by name.
+
+    Raises:
+        DataError: there is none.
+    """
+    files = sorted(folder.glob("*.parquet"))
+    if not files:
+        raise DataError(
+            refusal(
+                "gem data",
+                "the data set",
+                must=f"have Parquet files in {folder}",
+                got="none" if folder.is_dir() else "no such folder",
+                fix="make it with `gem data prepare`",
+            )
+        )
+    return files
+
+
+def count_rows(files: Sequence[Path]) -> int:
+    """Rows of all files, from their footers."""
+    return sum(pq.ParquetFile(file, memory_map=True).metadata.num_rows for file in files)
+
+
+def read_columns(files: Sequence[Path], requests: Sequence[ColumnRequest]) -> dict[str, Column]:
+    """Read columns of a part, row group by row group.
+
+    Args:
+        files: in order; a file without rows is normal.
+        requests: what to read; nothing else is decoded.
+
+    Returns:
+        name -> column over all files.
+
+    Raises:
+        DataError: a file cannot be read, lacks a column, holds a type that the kind does not
+            take, a null that has no fill, or a value outside its range.
+
+    Cost: the files are memory-mapped; memory is that of the columns asked for, plus one row group.
+    """
+    chunks: dict[str, list[tuple[np.ndarray, np.ndarray | None]]] = {r.name: [] for r in requests}
+    missing = dict.fromkeys(chunks, 0)
+    for file in files:
+        parquet = _open(file)
+        _check_names(file, parquet.schema_arrow.names, requests)
+        first_row = 0
+        for group in range(parquet.num_row_groups):
+            table = parquet.read_row_group(group, columns=list(chunks))
+            for request in requests:
+                where = _Place(file, first_row, request)
+                values, lengths, filled = _decode(table.column(request.name), where)
+                chunks[request.name].append((values, lengths))
+                missing[request.name] += filled
+            first_row += table.num_rows
+    return {r.name: _joined(chunks[r.name], r, missing[r.name]) for r in requests}
+
+
+def _open(file: Path) -> pq.ParquetFile:
+    try:
+        return pq.ParquetFile(file, memory_map=True)
+    except (pa.ArrowInvalid, OSError) as fault:
+        raise DataError(
+            refusal(
+                "gem data",
+                str(file),
+                must="be a whole Parquet file",
+                got=fault,
+                fix="make the data set again",
+            )
+        ) from fault
+
+
+def _check_names(file: Path, names: list[str], requests: Sequence[ColumnRequest]) -> None:
+    for request in requests:
+        if request.name not in names:
+            raise DataError(
+                refusal(
+                    "gem data",
+                    str(file),
+                    must=f"have the column {request.name!r}",
+                    got=f"columns without it{nearest(request.name, names)}",
+                    fix="correct dataset.toml or make the data set again",
+                )
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a chunk of values comes from, for messages."""
+
+    file: Path
+    first_row: int
+    request: ColumnRequest
+
+    def error(self, must: str, got: object, row: int | None = None) -> DataError:
+        place = f"column {self.request.name!r}"
+        if row is not None:
+            place += f" in row {self.first_row + row}"
+        return DataError(
+            f"{self.file}: {place} must {must}; got {got}; "
+            f"mend the file or declare the column otherwise in dataset.toml"
+        )
+
+
+_DTYPES = {"id": np.int64, "ids": np.int64, "time": np.int64}
+
+
+def _decode(column: pa.ChunkedArray, where: _Place) -> tuple[np.ndarray, np.ndarray | None, int]:
+    """Values, list lengths (None for plain columns) and how many nulls were filled."""
+    array = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
+    if where.request.kind == "ids":
+        return _decode_lists(array, where)
+    values, missing = _decode_flat(array, where, owners=None)
+    return values, None, missing
+
+
+def _decode_lists(array: pa.Array, where: _Place) -> tuple[np.ndarray, np.ndarray, int]:
+    if pa.types.is_null(array.type):
+        array = array.cast(pa.list_(pa.int64()))
+    if not (pa.types.is_list(array.type) or pa.types.is_large_list(array.type)):
+        raise where.error("hold lists of integers", array.type)
+    # A missing list is one missing value, not an empty list: the model sees the fill.
+    one_null = pa.scalar([None], type=array.type)
+    array = pc.call_function("if_else", [array.is_null(), one_null, array])
+    lengths = array.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
+    owners = np.repeat(np.arange(len(lengths)), lengths)
+    values, missing = _decode_flat(array.flatten(), where, owners=owners)
+    return values, lengths, missing
+
+
+def _decode_flat(
+    array: pa.Array, where: _Place, *, owners: np.ndarray | None
+) -> tuple[np.ndarray, int]:
+    kind = where.request.kind
+    integers = kind in ("id", "ids", "time")
+    null = pa.types.is_null(array.type)
+    if integers and not (pa.types.is_integer(array.type) or null):
+        raise where.error("hold integers", array.type)
+    numeric = pa.types.is_integer(array.type) or pa.types.is_floating(array.type)
+    if not integers and not (numeric or null or pa.types.is_boolean(array.type)):
+        raise where.error("hold numbers", array.type)
+    is_missing = array.is_null(nan_is_null=not integers).to_numpy(zero_copy_only=False)
+    if integers:
+        values = _as_int64(array, where, owners)
+    else:
+        values = array.cast(pa.float32(), safe=False).to_numpy(zero_copy_only=False)
+    missing = int(is_missing.sum())
+    if missing:
+        if where.request.fill is None and kind != "label":
+            raise where.error("not be null", "null", _row(is_missing, owners))
+        fill = np.nan if kind == "label" else where.request.fill
+        values = np.where(is_missing, np.asarray(fill, values.dtype), values)
+    _check_values(values, where, owners)
+    return values, missing
+
+
+def _as_int64(array: pa.Array, where: _Place, owners: np.ndarray | None) -> np.ndarray:
+    filled = pa.nulls(len(array), pa.int64()) if pa.types.is_null(array.type) else array
+    if filled.null_count:
+        filled = filled.fill_null(0)
+    if pa.types.is_uint64(filled.type):
+        values = filled.to_numpy(zero_copy_only=False)
+        too_large = values > np.uint64(np.iinfo(np.int64).max)
+        if too_large.any():
+            row = int(np.argmax(too_large))
+            raise where.error("fit in int64", int(values[row]), _row(too_large, owners))
+        return values.astype(np.int64)
+    return filled.cast(pa.int64()).to_numpy(zero_copy_only=False)
+
+
+def _check_values(values: np.ndarray, where: _Place, owners: np.ndarray | None) -> None:
+    request = where.request
+    if request.kind in ("id", "ids") and request.rows is not None:
+        bad, must = (values < 0) | (values >= request.rows), f"lie in 0 .. {request.rows - 1}"
+    elif request.kind == "number":
+        bad, must = ~np.isfinite(values), "be finite"
+    elif request.kind == "label":
+        bad, must = (values < 0) | (values > 1), "lie in [0, 1]"
+    elif request.kind == "weight":
+        bad, must = ~(np.isfinite(values) & (values >= 0)), "be finite and at least 0"
+    else:
+        return
+    if bad.any():
+        raise where.error(must, values[int(np.argmax(bad))], _row(bad, owners))
+
+
+def _row(bad: np.ndarray, owners: np.ndarray | None) -> int:
+    element = int(np.argmax(bad))
+    return element if owners is None else int(owners[element])
+
+
+def _joined(
+    chunks: list[tuple[np.ndarray, np.ndarray | None]], request: ColumnRequest, missing: int
+) -> Column:
+    dtype = np.int64 if request.kind in ("id", "ids", "time") else np.float32
+    values = np.concatenate([np.empty(0, dtype), *(chunk[0] for chunk in chunks)])
+    if request.kind != "ids":
+        return Column(values, None, missing)
+    zero = np.zeros(1, np.int64)
+    lengths = np.concatenate([zero, *(c[1] for c in chunks if c[1] is not None)])
+    return Column(values, np.cumsum(lengths), missing)

@@ -1,0 +1,306 @@
+"""A data set at rest: open its folder, read its parts by name, write a new one.
+
+The folder holds `dataset.toml` (a `DatasetSpec`) and Parquet files under `examples/`,
+`events/<stream>/` and `entities/<entity>/`. It is complete or not there: a writer works in a
+folder beside it and renames at the end.
+
+Left out: joins (`gem.data.join`) and batches (`gem.data.reader`).
+"""
+
+import shutil
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import ValidationError
+
+from gem.data.columns import Column, ColumnRequest, count_rows, part_files, read_columns
+from gem.data.features import (
+    DatasetSpec,
+    EventIdField,
+    EventNumberField,
+    IdField,
+    NumberField,
+    StreamSpec,
+)
+from gem.data.names import nearest
+from gem.data.toml_text import toml_text
+from gem_opkit.errors import ConfigError, DataError, refusal
+
+SPEC_FILE = "dataset.toml"
+
+
+class Dataset:
+    """An opened data set. Reads columns on demand; holds none itself.
+
+    Attributes:
+        folder: where it lies.
+        spec: its `dataset.toml`.
+    """
+
+    def __init__(self, folder: Path, spec: DatasetSpec) -> None:
+        self.folder = folder
+        self.spec = spec
+
+    @classmethod
+    def open(cls, folder: Path | str) -> "Dataset":
+        """Open the data set in a folder.
+
+        Args:
+            folder: holds `dataset.toml`.
+
+        Returns:
+            the data set; no column has been read.
+
+        Raises:
+            DataError: there is no data set there, its spec is not valid, or its number of
+                examples is not the declared one.
+        """
+        folder = Path(folder)
+        path = folder / SPEC_FILE
+        if not path.is_file():
+            raise DataError(
+                refusal(
+                    "gem data",
+                    "folder",
+                    must=f"hold a {SPEC_FILE}",
+                    got=folder,
+                    fix="make the data set with `gem data prepare`",
+                )
+            )
+        try:
+            spec = DatasetSpec.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+        except (tomllib.TOMLDecodeError, ValidationError) as fault:
+            raise DataError(f"{path}: {fault}") from fault
+        dataset = cls(folder, spec)
+        rows = count_rows(part_files(dataset.examples_folder))
+        if rows != spec.examples.rows:
+            raise DataError(
+                refusal(
+                    "gem data",
+                    str(dataset.examples_folder),
+                    must=f"have the {spec.examples.rows} rows of {SPEC_FILE}",
+                    got=rows,
+                    fix="make the data set again",
+                )
+            )
+        return dataset
+
+    @property
+    def examples_folder(self) -> Path:
+        """Folder of the examples."""
+        return self.folder / "examples"
+
+    def examples(self, names: Iterable[str]) -> dict[str, Column]:
+        """Read columns of the examples.
+
+        Args:
+            names: declared columns: user, time, ids, numbers, labels, domain, weight.
+
+        Returns:
+            name -> column. The user column has its raw ids; labels have NaN where unknown.
+
+        Raises:
+            ConfigError: a name that `dataset.toml` does not declare.
+            DataError: as `read_columns`, or times that fall.
+        """
+        declared = self._example_requests()
+        wanted = _chosen(names, declared, "examples")
+        columns = read_columns(part_files(self.examples_folder), wanted)
+        time = self.spec.examples.time
+        if time in columns:
+            self._check_time_order(columns[time].values)
+        return columns
+
+    def events(self, stream: str, names: Iterable[str] | None = None) -> dict[str, Column]:
+        """Read columns of a stream's events, in file order.
+
+        Args:
+            stream: its name.
+            names: declared columns; None for all, user and time included.
+
+        Returns:
+            name -> column.
+
+        Raises:
+            ConfigError, DataError: as `examples`.
+        """
+        spec = self.spec.stream(stream)
+        declared = self._event_requests(spec)
+        wanted = _chosen(declared if names is None else names, declared, f"stream {stream!r}")
+        return read_columns(part_files(self.folder / "events" / stream), wanted)
+
+    def entity(self, name: str, names: Iterable[str] | None = None) -> dict[str, Column]:
+        """Read columns of an entity.
+
+        Args:
+            name: of the entity.
+            names: declared columns; None for all. The key is always read.
+
+        Returns:
+            name -> column, the key included.
+
+        Raises:
+            ConfigError, DataError: as `examples`, or a key that occurs twice.
+        """
+        spec = next((entity for entity in self.spec.entities if entity.name == name), None)
+        if spec is None:
+            known = [entity.name for entity in self.spec.entities]
+            raise ConfigError(f"gem data: no entity {name!r}{nearest(name, known)}")
+        key_table = next(f.table for f in self.spec.examples.ids if f.name == spec.key)
+        declared = {spec.key: ColumnRequest(spec.key, "id", None, self._id_rows(key_table))}
+        declared |= self._field_requests((*spec.ids, *spec.numbers))
+        wanted = [spec.key, *(declared if names is None else names)]
+        requests = _chosen(dict.fromkeys(wanted), declared, f"entity {name!r}")
+        columns = read_columns(part_files(self.folder / "entities" / name), requests)
+        keys, counts = np.unique(columns[spec.key].values, return_counts=True)
+        if (counts > 1).any():
+            raise DataError(
+                f"{self.folder / 'entities' / name}: {spec.key} must be unique; "
+                f"got {keys[np.argmax(counts > 1)]} twice; keep one row of each"
+            )
+        return columns
+
+    def _example_requests(self) -> dict[str, ColumnRequest]:
+        spec = self.spec.examples
+        declared = self._field_requests((*spec.ids, *spec.numbers))
+        declared.setdefault(spec.user, ColumnRequest(spec.user, "id"))
+        declared[spec.time] = ColumnRequest(spec.time, "time")
+        for label in spec.labels:
+            declared[label.name] = ColumnRequest(label.name, "label")
+        if spec.domain is not None:
+            declared[spec.domain] = ColumnRequest(spec.domain, "id", None, len(self.spec.domains))
+        if spec.weight is not None:
+            declared[spec.weight] = ColumnRequest(spec.weight, "weight")
+        return declared
+
+    def _event_requests(self, spec: StreamSpec) -> dict[str, ColumnRequest]:
+        return {
+            spec.user: ColumnRequest(spec.user, "id"),
+            spec.time: ColumnRequest(spec.time, "time"),
+            **self._field_requests((*spec.ids, *spec.numbers)),
+        }
+
+    def _field_requests(
+        self, fields: Iterable[IdField | EventIdField | NumberField | EventNumberField]
+    ) -> dict[str, ColumnRequest]:
+        requests = {}
+        for field in fields:
+            if isinstance(field, NumberField | EventNumberField):
+                requests[field.name] = ColumnRequest(field.name, "number", field.fill)
+                continue
+            kind = "ids" if isinstance(field, IdField) and field.multi else "id"
+            rows = self._id_rows(field.table)
+            requests[field.name] = ColumnRequest(field.name, kind, field.fill, rows)
+        return requests
+
+    def _id_rows(self, table: str) -> int | None:
+        declared = self.spec.table(table)
+        return declared.num_embeddings if declared.id_space == "row" else None
+
+    def _check_time_order(self, time_ms: np.ndarray) -> None:
+        falls = time_ms[1:] < time_ms[:-1]
+        if falls.any():
+            row = int(np.argmax(falls)) + 1
+            raise DataError(
+                f"{self.examples_folder}: {self.spec.examples.time} must not fall, examples are "
+                f"in time order; got {time_ms[row]} after {time_ms[row - 1]} in row {row} over "
+                f"all files; sort the examples by time"
+            )
+
+
+def _chosen(
+    names: Iterable[str], declared: Mapping[str, ColumnRequest], owner: str
+) -> list[ColumnRequest]:
+    requests = []
+    for name in names:
+        if name not in declared:
+            raise ConfigError(
+                refusal(
+                    "gem data",
+                    f"column of {owner}",
+                    must=f"be declared in {SPEC_FILE}",
+                    got=repr(name) + nearest(name, declared),
+                    fix="correct the name",
+                )
+            )
+        requests.append(declared[name])
+    return requests
+
+
+class DatasetWriter:
+    """Writes a data set in pieces; the folder appears, whole, when the `with` block ends well.
+
+    Args:
+        folder: where the data set shall lie; empty or not there yet.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._work = folder.with_name(f".{folder.name}.unfinished")
+        self._writers: dict[Path, pq.ParquetWriter] = {}
+        self._spec: DatasetSpec | None = None
+
+    def __enter__(self) -> "DatasetWriter":
+        if self._folder.exists() and any(self._folder.iterdir()):
+            raise DataError(
+                refusal(
+                    "gem data",
+                    "out",
+                    must="be empty or not there yet",
+                    got=self._folder,
+                    fix="remove it or choose another folder",
+                )
+            )
+        shutil.rmtree(self._work, ignore_errors=True)
+        self._work.mkdir(parents=True)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        fault: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for writer in self._writers.values():
+            writer.close()
+        if kind is not None or self._spec is None:
+            shutil.rmtree(self._work, ignore_errors=True)
+            if kind is None:
+                raise DataError("DatasetWriter: finish must be called before the block ends")
+            return
+        fields = self._spec.model_dump(mode="json", exclude_defaults=True)
+        # The version stands in the file, though it is the default of today.
+        text = toml_text({"format": self._spec.format} | fields)
+        (self._work / SPEC_FILE).write_text(text, encoding="utf-8")
+        self._work.rename(self._folder)
+
+    def examples(self, columns: Mapping[str, Any]) -> None:
+        """Append rows to the examples: name -> numpy or Arrow array, equal in length."""
+        self._append(Path("examples"), columns)
+
+    def events(self, stream: str, columns: Mapping[str, Any]) -> None:
+        """Append rows to a stream."""
+        self._append(Path("events") / stream, columns)
+
+    def entity(self, name: str, columns: Mapping[str, Any]) -> None:
+        """Append rows to an entity."""
+        self._append(Path("entities") / name, columns)
+
+    def finish(self, spec: DatasetSpec) -> None:
+        """Say what was written; the files follow it when the block ends."""
+        self._spec = spec
+
+    def _append(self, part: Path, columns: Mapping[str, Any]) -> None:
+        table = pa.table(dict(columns))
+        if part not in self._writers:
+            (self._work / part).mkdir(parents=True)
+            self._writers[part] = pq.ParquetWriter(
+                self._work / part / "part-00000.parquet", table.schema
+            )
+        self._writers[part].write_table(table)

@@ -1,0 +1,397 @@
+"""What a data set holds (`DatasetSpec`) and what a recipe reads of it (`DataSpec`). No torch.
+
+`DatasetSpec` is the contract of `dataset.toml`, beside the Parquet files of a data set at rest.
+`DataSpec` is the `[data]` section of a recipe. Both speak of names; `gem.data.reader` resolves
+them against each other once, and derives the `BatchSchema` from which the model is built.
+
+Left out, and refused as unknown keys: streams that are the union of others, events without
+times, entity rows that begin to hold at some time.
+"""
+
+from collections.abc import Iterable
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import Field, model_validator
+
+from gem.data.names import nearest
+from gem.data.statistic_spec import StatisticSpec
+from gem.data.synthetic_spec import SyntheticSpec
+from gem_opkit.contract import Contract
+from gem_opkit.errors import ConfigError, refusal
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$", max_length=64)]
+
+
+_Named = TypeVar("_Named", "IdTable", "StreamSpec", "SplitSpec")
+
+
+class IdTable(Contract):
+    """An id space that inputs share: what their ids index."""
+
+    name: Name
+    num_embeddings: int = Field(gt=0, description="rows; for hashed ids the default, see DataSpec")
+    id_space: Literal["row", "hash"] = Field(
+        default="row",
+        description="row: ids are 0 .. num_embeddings-1, checked; hash: any int64",
+    )
+    values: tuple[str, ...] = Field(
+        default=(), description="what each id stands for, in id order; empty where ids are opaque"
+    )
+
+    @model_validator(mode="after")
+    def _values_fit(self) -> "IdTable":
+        if self.values and len(self.values) != self.num_embeddings:
+            raise ValueError(
+                f"table {self.name!r}: values must name each of the {self.num_embeddings} rows; "
+                f"got {len(self.values)}"
+            )
+        return self
+
+
+class IdField(Contract):
+    """A categorical column of an example or an entity."""
+
+    name: Name
+    table: Name
+    multi: bool = Field(default=False, description="a list of ids; an empty list holds none")
+    fill: int = Field(default=0, description="id that stands for a missing value")
+
+
+class NumberField(Contract):
+    """A continuous column."""
+
+    name: Name
+    fill: float = Field(default=0.0, description="value that stands for a missing one")
+    unit: str = ""
+    offset: float = Field(default=0.0, description="a typical value; see NumberTransform")
+    scale: float = Field(default=1.0, gt=0, description="a typical spread; see NumberTransform")
+
+
+class EventIdField(Contract):
+    """A categorical column of an event; one id an event."""
+
+    name: Name
+    table: Name
+    fill: int = Field(default=0, description="id that stands for a missing value")
+    visible_after_ms: int = Field(
+        default=0, ge=0, description="until this long after the event the field reads `unknown`"
+    )
+    unknown: int = Field(default=0, description="id of a value that is not visible yet")
+
+
+class EventNumberField(Contract):
+    """A continuous column of an event."""
+
+    name: Name
+    fill: float = Field(default=0.0, description="value that stands for a missing one")
+    unit: str = ""
+    offset: float = Field(default=0.0, description="a typical value; see NumberTransform")
+    scale: float = Field(default=1.0, gt=0, description="a typical spread; see NumberTransform")
+    visible_after_ms: int = Field(
+        default=0, ge=0, description="until this long after the event the field reads `unknown`"
+    )
+    unknown: float = Field(default=0.0, description="value of a field that is not visible yet")
+
+
+class EntitySpec(Contract):
+    """Static features, one row a user or an item, in `entities/<name>/*.parquet`."""
+
+    name: Name
+    key: Name = Field(description="id column of the files, and the input that it is joined by")
+    ids: tuple[IdField, ...] = ()
+    numbers: tuple[NumberField, ...] = ()
+
+
+class StreamSpec(Contract):
+    """The event log of the users, in `events/<name>/*.parquet`."""
+
+    name: Name
+    user: Name = "user_id"
+    time: Name = Field(default="time_ms", description="milliseconds since 1970, int64")
+    ids: tuple[EventIdField, ...] = ()
+    numbers: tuple[EventNumberField, ...] = ()
+
+
+class LabelSpec(Contract):
+    """A target column of the examples: a number in [0, 1], null where it is unknown."""
+
+    name: Name
+    description: str = ""
+
+
+class ExamplesSpec(Contract):
+    """The impressions, in time order, in `examples/*.parquet`."""
+
+    rows: int = Field(ge=0, description="number of examples over all files")
+    user: Name = "user_id"
+    time: Name = Field(default="time_ms", description="milliseconds since 1970, int64")
+    item: Name | None = Field(default=None, description="id column of the candidate")
+    ids: tuple[IdField, ...] = ()
+    numbers: tuple[NumberField, ...] = ()
+    labels: tuple[LabelSpec, ...] = Field(min_length=1)
+    domain: Name | None = Field(default=None, description="column that indexes `domains`")
+    weight: Name | None = Field(default=None, description="column of example weights, >= 0")
+
+
+class SplitSpec(Contract):
+    """A named range of example rows, `start` inclusive, `stop` exclusive."""
+
+    name: Name
+    start: int = Field(ge=0)
+    stop: int = Field(ge=0)
+
+
+class DatasetSpec(Contract):
+    """A data set at rest: the contract of `dataset.toml`."""
+
+    name: Name
+    format: Literal[1] = Field(default=1, description="version of the layout of the folder")
+    description: str = ""
+    terms: str = Field(default="", description="what the owner of the data allows")
+    citation: str = ""
+    tables: tuple[IdTable, ...]
+    entities: tuple[EntitySpec, ...] = ()
+    streams: tuple[StreamSpec, ...] = ()
+    examples: ExamplesSpec
+    domains: tuple[str, ...] = Field(default=("all",), min_length=1)
+    splits: tuple[SplitSpec, ...]
+    options: dict[str, int | float | str | bool] = Field(
+        default_factory=dict, description="options that the data was made with"
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "DatasetSpec":
+        _unique("table", (table.name for table in self.tables))
+        _unique("entity", (entity.name for entity in self.entities))
+        _unique("stream", (stream.name for stream in self.streams))
+        _unique("split", (split.name for split in self.splits))
+        _unique("input", self.input_names())
+        _unique("label", (label.name for label in self.examples.labels))
+        tables = {table.name: table for table in self.tables}
+        for owner, fields in self._id_fields():
+            _unique(f"id field of {owner}", (field.name for field in fields))
+            for field in fields:
+                _check_id_field(owner, field, tables)
+        own_ids = {field.name for field in self.examples.ids}
+        for entity in self.entities:
+            if entity.key not in own_ids:
+                raise ValueError(
+                    f"entity {entity.name!r}: key must be an id field of the examples; got "
+                    f"{entity.key!r}; fields are {', '.join(sorted(own_ids)) or 'none'}"
+                )
+        if self.examples.item is not None and self.examples.item not in own_ids:
+            raise ValueError(
+                f"examples: item must be one of the id fields; got {self.examples.item!r}"
+            )
+        if (self.examples.domain is None) and len(self.domains) > 1:
+            raise ValueError("examples: domain must name a column where there are several domains")
+        end = 0
+        for split in self.splits:
+            if not end <= split.start <= split.stop <= self.examples.rows:
+                raise ValueError(
+                    f"split {split.name!r}: rows must lie in order, without overlap and below "
+                    f"{self.examples.rows}; got {split.start} .. {split.stop} after {end}"
+                )
+            end = split.stop
+        return self
+
+    def _id_fields(self) -> Iterable[tuple[str, tuple[IdField | EventIdField, ...]]]:
+        yield "examples", self.examples.ids
+        for entity in self.entities:
+            yield f"entity {entity.name!r}", entity.ids
+        for stream in self.streams:
+            yield f"stream {stream.name!r}", stream.ids
+
+    def input_names(self) -> tuple[str, ...]:
+        """Names of everything at rest that an example can give the model, besides its streams.
+
+        Returns:
+            ids of the examples, then of the entities, then numbers in the same order.
+        """
+        owners = (self.examples, *self.entities)
+        return tuple(field.name for owner in owners for field in owner.ids) + tuple(
+            field.name for owner in owners for field in owner.numbers
+        )
+
+    def table(self, name: str) -> IdTable:
+        """The table `name`; a ConfigError names the nearest one there is."""
+        return _pick("table", name, self.tables)
+
+    def stream(self, name: str) -> StreamSpec:
+        """The stream `name`; a ConfigError names the nearest one there is."""
+        return _pick("stream", name, self.streams)
+
+    def split(self, name: str) -> SplitSpec:
+        """The split `name`; a ConfigError names the nearest one there is."""
+        return _pick("split", name, self.splits)
+
+
+class HourOfDay(Contract):
+    """Hour of the example's time, as an id 0 .. 23."""
+
+    kind: Literal["hour_of_day"]
+    name: Name
+    utc_offset_hours: float = Field(default=0.0, ge=-14, le=14)
+
+
+class DayOfWeek(Contract):
+    """Day of the example's time, as an id 0 (Monday) .. 6."""
+
+    kind: Literal["day_of_week"]
+    name: Name
+    utc_offset_hours: float = Field(default=0.0, ge=-14, le=14)
+
+
+class ElapsedDays(Contract):
+    """Days from the first example of the data set to this one, as a number."""
+
+    kind: Literal["elapsed_days"]
+    name: Name
+
+
+class Bucket(Contract):
+    """Position of a number among fixed boundaries, as an id 0 .. len(boundaries).
+
+    id = how many boundaries are <= the value.
+    """
+
+    kind: Literal["bucket"]
+    name: Name
+    field: Name = Field(description="number field of the examples or of an entity")
+    boundaries: tuple[float, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _ascending(self) -> "Bucket":
+        pairs = zip(self.boundaries, self.boundaries[1:], strict=False)
+        if any(left >= right for left, right in pairs):
+            raise ValueError(f"bucket {self.name!r}: boundaries must rise; got {self.boundaries}")
+        return self
+
+
+DerivedSpec = Annotated[HourOfDay | DayOfWeek | ElapsedDays | Bucket, Field(discriminator="kind")]
+
+
+class NumberTransform(Contract):
+    """A fixed map of a continuous input: y = clip((f(x) - offset) / scale, -limit, limit).
+
+    Fixed by the recipe, or by the `offset` and `scale` that `dataset.toml` declares for the field
+    where the recipe says nothing: no example ever depends on rows after it.
+    """
+
+    function: Literal["identity", "log1p"] = Field(
+        default="identity", description="f; log1p is sign(x) · log(1 + |x|)"
+    )
+    offset: float = 0.0
+    scale: float = Field(default=1.0, gt=0)
+    limit: float = Field(default=10.0, gt=0)
+
+
+class RunningScale(Contract):
+    """Scale every continuous input of an example by mean and variance of what came before it.
+
+    After the fixed transforms: y = clip((x - mean) / spread, -limit, limit), over training rows
+    strictly earlier in time. For a log whose typical values nobody knows in advance.
+    """
+
+    prior_rows: float = Field(
+        default=1000.0, gt=0, description="rows of mean 0 and variance 1 that come first"
+    )
+    limit: float = Field(default=6.0, gt=0)
+
+
+class StreamRead(Contract):
+    """How a recipe reads one stream."""
+
+    max_events: int = Field(default=200, gt=0, description="the last so many events are read")
+    fields: tuple[Name, ...] | None = Field(
+        default=None,
+        description="fields of the stream, fields of an entity whose key the stream holds, or "
+        "buckets of such; none given: all of the stream's own",
+    )
+
+
+class DataSpec(Contract):
+    """The `[data]` section of a recipe: what is read, and what is computed while reading."""
+
+    dataset: Name = Field(description="name known to `gem data prepare`")
+    folder: str | None = Field(
+        default=None, description="folder of a prepared data set; none: made on the first run"
+    )
+    source: str | None = Field(
+        default=None, description="folder that holds the raw files, for data that is not fetched"
+    )
+    inputs: tuple[Name, ...] | None = Field(
+        default=None, description="inputs at rest that are read; none given: all"
+    )
+    streams: dict[str, StreamRead] | None = Field(
+        default=None, description="streams that are read; none given: all, with defaults"
+    )
+    derived: tuple[DerivedSpec, ...] = ()
+    statistics: tuple[StatisticSpec, ...] = ()
+    transforms: dict[str, NumberTransform] = Field(
+        default_factory=dict, description="per continuous input"
+    )
+    running_scale: RunningScale | None = Field(
+        default=None, description="scale the continuous inputs of the examples by what came before"
+    )
+    hash_rows: dict[str, int] = Field(
+        default_factory=dict, description="rows of a table with hashed ids, instead of its own"
+    )
+    max_rows: int | None = Field(
+        default=None, gt=0, description="read only the first so many examples of each split"
+    )
+    synthetic: SyntheticSpec | None = Field(
+        default=None, description="options of the generator, for dataset = 'synthetic'"
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "DataSpec":
+        _unique("derived input", (derived.name for derived in self.derived))
+        _unique("statistic", (statistic.name for statistic in self.statistics))
+        if self.synthetic is not None and self.dataset != "synthetic":
+            raise ValueError(
+                f"synthetic: options of the generator need dataset = 'synthetic'; "
+                f"got {self.dataset!r}"
+            )
+        return self
+
+
+def _check_id_field(owner: str, field: IdField | EventIdField, tables: dict[str, IdTable]) -> None:
+    if field.table not in tables:
+        raise ValueError(
+            f"{owner}: table of field {field.name!r} must be declared; got {field.table!r}"
+            f"{nearest(field.table, tables)}"
+        )
+    table = tables[field.table]
+    special = {"fill": field.fill}
+    if isinstance(field, EventIdField):
+        special["unknown"] = field.unknown
+    for word, value in special.items():
+        if table.id_space == "row" and not 0 <= value < table.num_embeddings:
+            raise ValueError(
+                f"{owner}: {word} of field {field.name!r} must be a row of table "
+                f"{table.name!r}, 0 .. {table.num_embeddings - 1}; got {value}"
+            )
+
+
+def _unique(what: str, names: Iterable[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise ValueError(f"{what} {name!r} must be declared once; got it twice; rename one")
+        seen.add(name)
+
+
+def _pick(what: str, name: str, things: tuple[_Named, ...]) -> _Named:
+    for thing in things:
+        if thing.name == name:
+            return thing
+    raise ConfigError(
+        refusal(
+            "DatasetSpec",
+            what,
+            must="be declared in dataset.toml",
+            got=repr(name) + nearest(name, (thing.name for thing in things)),
+            fix="correct the name",
+        )
+    )

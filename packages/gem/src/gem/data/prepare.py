@@ -1,0 +1,123 @@
+"""`gem data prepare`: make a data set by name. `gem.data.check` looks at one."""
+
+import hashlib
+import json
+from pathlib import Path
+
+from gem.data.dataset import SPEC_FILE, Dataset
+from gem.data.features import DatasetSpec, DataSpec
+from gem.data.movielens import write_movielens_100k
+from gem.data.names import nearest
+from gem.data.synthetic import write_synthetic
+from gem.data.synthetic_spec import SyntheticSpec
+from gem_opkit.errors import ConfigError, DataError, refusal
+
+NAMES = ("movielens-100k", "synthetic")
+
+
+def default_folder(data: DataSpec, root: Path) -> Path:
+    """Where a recipe's data set lies when the recipe names no folder.
+
+    Args:
+        data: the recipe's section.
+        root: folder of all data sets.
+
+    Returns:
+        `data.folder` where given, else ``root/<name>``; options other than the defaults add a
+        short hash, so that data sets made with different options never meet.
+    """
+    if data.folder is not None:
+        return Path(data.folder)
+    options = data.synthetic.model_dump(exclude_defaults=True) if data.synthetic else {}
+    if not options:
+        return root / data.dataset
+    digest = hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:8]
+    return root / f"{data.dataset}-{digest}"
+
+
+def prepare(
+    name: str,
+    out: Path | str,
+    *,
+    source: Path | str | None = None,
+    options: SyntheticSpec | None = None,
+) -> DatasetSpec:
+    """Make a data set, unless it is there already.
+
+    Args:
+        name: one of `NAMES`.
+        out: folder of the data set.
+        source: folder with the raw files, for `movielens-100k`; none: they are downloaded.
+        options: of the generator, for `synthetic`; none: the defaults.
+
+    Returns:
+        the contract of the data set.
+
+    Raises:
+        ConfigError: an unknown name, or an argument that the data set does not take.
+        DataError: raw files are missing or wrong, or `out` holds something else.
+    """
+    out = Path(out)
+    if name not in NAMES:
+        raise ConfigError(
+            refusal(
+                "gem data prepare",
+                "name",
+                must=f"be one of {', '.join(NAMES)}",
+                got=repr(name) + nearest(name, NAMES),
+                fix="correct the name",
+            )
+        )
+    if options is not None and name != "synthetic":
+        raise ConfigError(f"gem data prepare: options belong to 'synthetic'; got {name!r}")
+    if source is not None and name == "synthetic":
+        raise ConfigError("gem data prepare: 'synthetic' is generated and takes no source")
+    wanted = (options or SyntheticSpec()).model_dump() if name == "synthetic" else {}
+    if (out / SPEC_FILE).is_file():
+        return _existing(out, name, wanted)
+    if name == "synthetic":
+        return write_synthetic(out, options or SyntheticSpec())
+    return write_movielens_100k(out, source=None if source is None else Path(source))
+
+
+def notice(spec: DatasetSpec) -> str:
+    """What a command says about the owner of a data set before it is used.
+
+    Args:
+        spec: the contract of the data set.
+
+    Returns:
+        terms and citation, one a line; empty where the data set has neither.
+    """
+    lines = []
+    if spec.terms:
+        lines.append(f"Terms of {spec.name}: {spec.terms}")
+    if spec.citation:
+        lines.append(f"Please cite: {spec.citation}")
+    return "\n".join(lines)
+
+
+def _existing(out: Path, name: str, wanted: dict[str, object]) -> DatasetSpec:
+    spec = Dataset.open(out).spec
+    if spec.name != name:
+        raise DataError(
+            refusal(
+                "gem data prepare",
+                "out",
+                must=f"be free or hold {name!r}",
+                got=f"{out}, which holds {spec.name!r}",
+                fix="choose another folder",
+            )
+        )
+    for key, value in wanted.items():
+        if spec.options.get(key) != value:
+            raise DataError(
+                refusal(
+                    "gem data prepare",
+                    "out",
+                    must=f"hold a data set made with {key} = {value}",
+                    got=f"{out}, made with {key} = {spec.options.get(key)}",
+                    fix="remove the folder or choose another one",
+                )
+            )
+    return spec

@@ -1,0 +1,446 @@
+"""Where each input of an example or an event comes from, in numpy.
+
+A `Sources` object opens the columns of a data set on demand and gives every named field, at rest
+or derived, as a function of rows: of example rows, or of the ids of an entity. The reader and the
+statistics both ask it, so a name means the same thing in both.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from gem.data.columns import Column
+from gem.data.dataset import Dataset
+from gem.data.features import (
+    Bucket,
+    DataSpec,
+    DayOfWeek,
+    ElapsedDays,
+    EntitySpec,
+    HourOfDay,
+    IdField,
+    NumberField,
+    StreamSpec,
+)
+from gem.data.join import EventIndex, packed_ranges
+from gem.data.names import nearest
+from gem_opkit.errors import ConfigError, UnsupportedError, refusal
+
+DAY_MS = 86_400_000
+HOUR_MS = 3_600_000
+
+
+@dataclass(frozen=True, slots=True)
+class Ids:
+    """Ids of B rows: one each, or with offsets (B+1,) several."""
+
+    values: np.ndarray
+    offsets: np.ndarray | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class IdInfo:
+    """The table of an id field, and whether a row has several ids."""
+
+    table: str
+    rows: int
+    id_space: str
+    multi: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EventField:
+    """A field of the events of a stream.
+
+    Attributes:
+        info: its table; None for a number.
+        take: positions in index order and times to the example in ms -> one value an event.
+    """
+
+    info: IdInfo | None
+    take: Callable[[np.ndarray, np.ndarray], np.ndarray]
+
+
+def take_ids(column: Column, rows: np.ndarray) -> Ids:
+    """The ids of some rows of a column, in the order of `rows`."""
+    if column.offsets is None:
+        return Ids(column.values[rows])
+    starts, ends = column.offsets[rows], column.offsets[rows + 1]
+    offsets = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum(ends - starts, out=offsets[1:])
+    return Ids(column.values[packed_ranges(starts, offsets)], offsets)
+
+
+class EntityTable:
+    """Static features of an entity; one more row than the files holds the fills.
+
+    Attributes:
+        spec: its contract.
+    """
+
+    def __init__(self, dataset: Dataset, spec: EntitySpec, key: IdInfo) -> None:
+        self.spec = spec
+        self._columns = dataset.entity(spec.name)
+        keys = self._columns[spec.key].values
+        self._rows = len(keys)
+        if key.id_space == "row":
+            self._sorted_keys = None
+            self._row_of_id = np.full(key.rows, self._rows, np.int64)
+            self._row_of_id[keys] = np.arange(self._rows)
+        else:
+            self._row_of_id = np.argsort(keys, kind="stable")
+            self._sorted_keys = keys[self._row_of_id]
+
+    def rows_of(self, ids: np.ndarray) -> np.ndarray:
+        """The row of each id; the row of the fills for an id that the entity lacks."""
+        if self._sorted_keys is None:
+            return self._row_of_id[ids]
+        if not self._rows:
+            return np.zeros(len(ids), np.int64)
+        place = np.minimum(np.searchsorted(self._sorted_keys, ids), self._rows - 1)
+        found = self._sorted_keys[place] == ids
+        return np.where(found, self._row_of_id[place], self._rows)
+
+    def id_column(self, field: IdField) -> Column:
+        """A categorical field, by entity row, the fill in the last row."""
+        column = self._columns[field.name]
+        values = np.append(column.values, np.int64(field.fill))
+        if column.offsets is None:
+            return Column(values)
+        return Column(values, np.append(column.offsets, len(values)))
+
+    def number_column(self, field: NumberField) -> np.ndarray:
+        """A continuous field, by entity row, the fill in the last row; float32."""
+        return np.append(self._columns[field.name].values, np.float32(field.fill))
+
+
+class StreamSource:
+    """The events of a stream, in index order.
+
+    Attributes:
+        spec: its contract.
+        index: the point-in-time index.
+    """
+
+    def __init__(self, dataset: Dataset, spec: StreamSpec) -> None:
+        self.spec = spec
+        self._dataset = dataset
+        columns = dataset.events(spec.name, [spec.user, spec.time])
+        self.index = EventIndex(columns[spec.user].values, columns[spec.time].values)
+        self._columns: dict[str, np.ndarray] = {}
+
+    def column(self, name: str) -> np.ndarray:
+        """A field of all events, as stored (visibility not applied), in index order."""
+        if name not in self._columns:
+            values = self._dataset.events(self.spec.name, [name])[name].values
+            self._columns[name] = self.index.in_order(values)
+        return self._columns[name]
+
+    def visible(self, name: str, events: np.ndarray, gap_ms: np.ndarray) -> np.ndarray:
+        """A field of some events, as it was known when the examples happened.
+
+        Args:
+            name: of the field.
+            events: positions in index order, int64 (T,).
+            gap_ms: time from each event to its example, int64 (T,).
+
+        Returns:
+            (T,): the stored value, or `unknown` where the field was not visible yet.
+        """
+        field = next(f for f in (*self.spec.ids, *self.spec.numbers) if f.name == name)
+        values = self.column(name)[events]
+        if not field.visible_after_ms:
+            return values
+        unknown = np.asarray(field.unknown, values.dtype)
+        return np.where(gap_ms >= field.visible_after_ms, values, unknown)
+
+
+class Sources:
+    """Named fields of a data set and of a recipe's derived inputs.
+
+    Attributes:
+        dataset: the data set.
+        data: the recipe's section.
+        times: time of every example in ms, int64.
+        users: user of every example, int64.
+    """
+
+    def __init__(self, dataset: Dataset, data: DataSpec) -> None:
+        self.dataset = dataset
+        self.data = data
+        spec = dataset.spec.examples
+        # At least user, time and labels are always needed, so one pass over the files reads them.
+        labels = [label.name for label in spec.labels]
+        self._columns = dataset.examples(dict.fromkeys([spec.user, spec.time, *labels]))
+        self.users = self._columns[spec.user].values
+        self.times = self._columns[spec.time].values
+        self._derived = {derived.name: derived for derived in data.derived}
+        self._entities: dict[str, EntityTable] = {}
+        self._entity_rows: dict[str, np.ndarray] = {}
+        self._streams: dict[str, StreamSource] = {}
+        self._check_own_names()
+        for name, rows in data.hash_rows.items():
+            if dataset.spec.table(name).id_space != "hash" or rows < 1:
+                raise ConfigError(
+                    refusal(
+                        "data",
+                        f"hash_rows.{name}",
+                        must="be a positive number for a table with hashed ids",
+                        got=f"{rows} for id_space = {dataset.spec.table(name).id_space!r}",
+                        fix="remove it",
+                    )
+                )
+
+    def _check_own_names(self) -> None:
+        taken = {*self.dataset.spec.input_names()}
+        for stream in self.dataset.spec.streams:
+            taken |= {field.name for field in (*stream.ids, *stream.numbers)}
+        declared = [("derived input", name) for name in self._derived]
+        declared += [("statistic", statistic.name) for statistic in self.data.statistics]
+        for what, name in declared:
+            if name in taken:
+                raise ConfigError(
+                    refusal(
+                        "data",
+                        f"{what} {name!r}",
+                        must="have a name of its own",
+                        got="the name of another input or of a field of a stream",
+                        fix="rename it",
+                    )
+                )
+            taken.add(name)
+
+    # -- what there is -------------------------------------------------------------------------
+    def id_names(self) -> tuple[str, ...]:
+        """Names of all categorical inputs: at rest first, then derived."""
+        owners = (self.dataset.spec.examples, *self.dataset.spec.entities)
+        at_rest = [field.name for owner in owners for field in owner.ids]
+        return (*at_rest, *(n for n, d in self._derived.items() if not isinstance(d, ElapsedDays)))
+
+    def number_names(self) -> tuple[str, ...]:
+        """Names of all continuous inputs but the statistics: at rest first, then derived."""
+        owners = (self.dataset.spec.examples, *self.dataset.spec.entities)
+        at_rest = [field.name for owner in owners for field in owner.numbers]
+        return (*at_rest, *(n for n, d in self._derived.items() if isinstance(d, ElapsedDays)))
+
+    def id_info(self, name: str) -> IdInfo:
+        """Table of a categorical input.
+
+        Raises:
+            ConfigError: no categorical input has that name; the message names the nearest.
+        """
+        derived = self._derived.get(name)
+        if isinstance(derived, HourOfDay):
+            return IdInfo(name, 24, "row")
+        if isinstance(derived, DayOfWeek):
+            return IdInfo(name, 7, "row")
+        if isinstance(derived, Bucket):
+            return IdInfo(name, len(derived.boundaries) + 1, "row")
+        for owner in (self.dataset.spec.examples, *self.dataset.spec.entities):
+            for field in owner.ids:
+                if field.name == name:
+                    return self.table_info(field.table, multi=field.multi)
+        raise _unknown("categorical input", name, self.id_names())
+
+    def fill_of(self, name: str) -> int:
+        """The id that stands for a missing value of a categorical field; -1 where none is."""
+        for owner in (self.dataset.spec.examples, *self.dataset.spec.entities):
+            for field in owner.ids:
+                if field.name == name:
+                    return field.fill
+        return -1
+
+    def table_info(self, table: str, *, multi: bool = False) -> IdInfo:
+        """A declared table, with the recipe's number of rows where ids are hashed."""
+        declared = self.dataset.spec.table(table)
+        rows = self.data.hash_rows.get(table, declared.num_embeddings)
+        return IdInfo(table, rows, declared.id_space, multi)
+
+    def entity_field(self, name: str) -> tuple[EntitySpec, str] | None:
+        """The entity that holds a field (or the field that a bucket is made of), and its kind.
+
+        Returns:
+            the entity and ``"ids"`` or ``"numbers"``; None where no entity holds it.
+        """
+        derived = self._derived.get(name)
+        looked_for = derived.field if isinstance(derived, Bucket) else name
+        for entity in self.dataset.spec.entities:
+            if any(field.name == looked_for for field in entity.ids):
+                return entity, "ids"
+            if any(field.name == looked_for for field in entity.numbers):
+                return entity, "ids" if isinstance(derived, Bucket) else "numbers"
+        return None
+
+    # -- values of examples --------------------------------------------------------------------
+    def ids(self, name: str) -> Callable[[np.ndarray], Ids]:
+        """A categorical input as a function of example rows.
+
+        Args:
+            name: at rest or derived.
+
+        Returns:
+            rows (int64) -> their ids.
+
+        Raises:
+            ConfigError: as `id_info`.
+        """
+        self.id_info(name)
+        derived = self._derived.get(name)
+        if isinstance(derived, HourOfDay | DayOfWeek):
+            return self._clock(derived)
+        held = self.entity_field(name)
+        if held is not None:
+            column, rows_of = self.entity_ids(name), self._rows_in(held[0])
+            return lambda rows: take_ids(column, rows_of[rows])
+        if isinstance(derived, Bucket):
+            number = self.numbers(derived.field)
+            return lambda rows: Ids(_bucket(number(rows), derived))
+        column = self.example_column(name)
+        return lambda rows: take_ids(column, rows)
+
+    def numbers(self, name: str) -> Callable[[np.ndarray], np.ndarray]:
+        """A continuous input as a function of example rows: rows -> float32.
+
+        Raises:
+            ConfigError: no continuous input has that name; the message names the nearest.
+        """
+        if name not in self.number_names():
+            raise _unknown("continuous input", name, self.number_names())
+        if isinstance(self._derived.get(name), ElapsedDays):
+            start = self.times[0] if len(self.times) else 0
+            return lambda rows: ((self.times[rows] - start) / DAY_MS).astype(np.float32)
+        held = self.entity_field(name)
+        if held is not None:
+            values, rows_of = self.entity_numbers(name), self._rows_in(held[0])
+            return lambda rows: values[rows_of[rows]]
+        column = self.example_column(name).values
+        return lambda rows: column[rows]
+
+    def example_column(self, name: str) -> Column:
+        """A declared column of the examples, all rows; kept once it is read."""
+        if name not in self._columns:
+            self._columns |= self.dataset.examples([name])
+        return self._columns[name]
+
+    # -- values of entities and streams --------------------------------------------------------
+    def entity_table(self, spec: EntitySpec) -> EntityTable:
+        """The rows of an entity, opened once."""
+        if spec.name not in self._entities:
+            self._entities[spec.name] = EntityTable(self.dataset, spec, self.id_info(spec.key))
+        return self._entities[spec.name]
+
+    def entity_ids(self, name: str) -> Column:
+        """A categorical field of an entity, or a bucket of a number of it, by entity row."""
+        derived = self._derived.get(name)
+        if isinstance(derived, Bucket):
+            return Column(_bucket(self.entity_numbers(derived.field), derived))
+        table, field = self._entity_and_field(name)
+        if isinstance(field, NumberField):
+            raise _unknown("categorical field of an entity", name, self.id_names())
+        return table.id_column(field)
+
+    def entity_numbers(self, name: str) -> np.ndarray:
+        """A continuous field of an entity, by entity row; float32."""
+        table, field = self._entity_and_field(name)
+        if isinstance(field, IdField):
+            raise _unknown("continuous field", name, self.number_names())
+        return table.number_column(field)
+
+    def stream(self, name: str) -> StreamSource:
+        """A stream, indexed once."""
+        if name not in self._streams:
+            self._streams[name] = StreamSource(self.dataset, self.dataset.spec.stream(name))
+        return self._streams[name]
+
+    def event_field(self, stream: str, name: str) -> EventField:
+        """A field of the events of a stream: its own, or of an entity whose key it holds.
+
+        Args:
+            stream: name of the stream.
+            name: own field, single-valued field of an entity, or bucket of a number of one.
+
+        Returns:
+            the field.
+
+        Raises:
+            ConfigError: there is no such field; the message names the nearest.
+            UnsupportedError: a multi-valued field.
+        """
+        source = self.stream(stream)
+        for field in source.spec.ids:
+            if field.name == name:
+                info = self.table_info(field.table)
+                return EventField(info, lambda events, gap: source.visible(name, events, gap))
+        if any(field.name == name for field in source.spec.numbers):
+            return EventField(None, lambda events, gap: source.visible(name, events, gap))
+        held = self.entity_field(name)
+        keys = {field.name for field in source.spec.ids}
+        if held is None or held[0].key not in keys:
+            own = [field.name for field in (*source.spec.ids, *source.spec.numbers)]
+            joined = [
+                field.name
+                for entity in self.dataset.spec.entities
+                if entity.key in keys
+                for field in (*entity.ids, *entity.numbers)
+            ]
+            raise _unknown(f"field of stream {stream!r}", name, (*own, *joined))
+        entity, kind = held
+        table, key = self.entity_table(entity), entity.key
+        if kind == "numbers":
+            numbers = self.entity_numbers(name)
+            return EventField(
+                None, lambda events, gap: numbers[table.rows_of(source.visible(key, events, gap))]
+            )
+        column, info = self.entity_ids(name), self.id_info(name)
+        if info.multi:
+            raise UnsupportedError(
+                refusal(
+                    "data",
+                    f"field {name!r} of stream {stream!r}",
+                    must="have one id an event",
+                    got="a multi-valued field",
+                    fix="leave it out, or compare it in a statistic of kind 'history'",
+                )
+            )
+        return EventField(
+            info, lambda events, gap: column.values[table.rows_of(source.visible(key, events, gap))]
+        )
+
+    def _entity_and_field(self, name: str) -> tuple[EntityTable, IdField | NumberField]:
+        for entity in self.dataset.spec.entities:
+            for field in (*entity.ids, *entity.numbers):
+                if field.name == name:
+                    return self.entity_table(entity), field
+        raise _unknown("field of an entity", name, self.dataset.spec.input_names())
+
+    def _rows_in(self, entity: EntitySpec) -> np.ndarray:
+        if entity.name not in self._entity_rows:
+            keys = self.example_column(entity.key).values
+            self._entity_rows[entity.name] = self.entity_table(entity).rows_of(keys)
+        return self._entity_rows[entity.name]
+
+    def _clock(self, derived: HourOfDay | DayOfWeek) -> Callable[[np.ndarray], Ids]:
+        shift = round(derived.utc_offset_hours * HOUR_MS)
+        if isinstance(derived, HourOfDay):
+            return lambda rows: Ids((self.times[rows] + shift) // HOUR_MS % 24)
+        # 1970-01-01 was a Thursday, day 3 from Monday.
+        return lambda rows: Ids(((self.times[rows] + shift) // DAY_MS + 3) % 7)
+
+
+def _bucket(values: np.ndarray, derived: Bucket) -> np.ndarray:
+    # float32, as the values are: a boundary of 0.1 must count a value of 0.1 as reached.
+    boundaries = np.asarray(derived.boundaries, np.float32)
+    return np.searchsorted(boundaries, values, side="right").astype(np.int64)
+
+
+def _unknown(what: str, name: str, known: tuple[str, ...]) -> ConfigError:
+    return ConfigError(
+        refusal(
+            "data",
+            what,
+            must="be a field of the data set or a derived input",
+            got=repr(name) + nearest(name, known),
+            fix="correct the name",
+        )
+    )

@@ -1,0 +1,262 @@
+"""The hybrid model: event streams and non-sequence tokens that inform each other.
+
+    tokens     x ← one for each feature         s ← one for each event of every stream
+    layer      interaction:  s ← GDPA-PFFN(s, summary of x)    h ← pooling of s
+               transformer:  s ← s + self-attention(s)         h as it was
+               both:         x ← Σ experts(part of x ‖ h) + x
+    heads      logits ← MLP(x ‖ h) + linear(numbers)
+
+Single-device code: parallelism wraps it from outside. Left out: losses (`gem.model.heads`) and
+FLOPs (`gem.model.flops`).
+
+Source: Kunlun (arXiv:2602.10016), InterFormer (arXiv:2411.09852), Wukong (arXiv:2403.02545).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from gem.data.batch import ExampleBatch
+from gem.data.schema import BatchSchema, StreamInput
+from gem.model.heads import Shortcut, TaskHeads
+from gem.model.interaction import ExpertMixture, Summary
+from gem.model.sequence import StreamInteraction, StreamTransformer, visible_pairs_of
+from gem.model.spec import GemSpec
+from gem.model.structure import (
+    check_schema,
+    head_width,
+    module_key,
+    pooled_tokens,
+    reduce_schema,
+    streams_read,
+    takes_part,
+)
+from gem.model.tables import batch_ids, batch_streams, build_tables
+from gem.model.tokenize import Columns, EventTokens, FeatureTokens, latest_events
+from gem_jagged.batch import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class StreamState:
+    """One stream between two layers.
+
+    Attributes:
+        x_TD: event tokens.
+        layout: where each history begins.
+        gap_seconds_T: seconds from each event to the example.
+        visible_pairs: (query, key) pairs of self-attention.
+        summary_BPD: pooled tokens of the latest interaction layer; None before the first.
+    """
+
+    x_TD: Tensor
+    layout: Layout
+    gap_seconds_T: Tensor
+    visible_pairs: int
+    summary_BPD: Tensor | None = None
+
+
+class GemLayer(nn.Module):
+    """One layer of either kind, over all streams that take part in it.
+
+    Args:
+        spec: the model.
+        index: which of the layers this is.
+        streams: the streams that the model reads.
+        tokens: non-sequence tokens that come in.
+        summary_tokens: pooled tokens of all streams that have a summary by now.
+    """
+
+    def __init__(
+        self,
+        spec: GemSpec,
+        index: int,
+        streams: tuple[StreamInput, ...],
+        *,
+        tokens: int,
+        summary_tokens: int,
+    ) -> None:
+        super().__init__()
+        self.kind = spec.layers[index]
+        taking_part = [stream for stream in streams if takes_part(spec, stream.name, index)]
+        gated = spec.transformer_gate
+        self.summary = (
+            Summary(
+                tokens,
+                spec.summary_tokens,
+                width=spec.width,
+                hidden=spec.summary_hidden,
+                activation=spec.activation,
+            )
+            if taking_part and (self.kind == "interaction" or gated)
+            else None
+        )
+        self.streams = nn.ModuleDict(
+            {
+                module_key(stream.name): (
+                    StreamInteraction(spec.stream_spec(stream.name), spec.width, stream.max_events)
+                    if self.kind == "interaction"
+                    else StreamTransformer(
+                        spec.stream_spec(stream.name),
+                        spec.width,
+                        summary_tokens=spec.summary_tokens,
+                        gated=gated,
+                    )
+                )
+                for stream in taking_part
+            }
+        )
+        self.experts = ExpertMixture(
+            tokens,
+            summary_tokens,
+            width=spec.width,
+            spec=spec.experts,
+            activation=spec.activation,
+            dropout=spec.dropout,
+        )
+
+    def forward(
+        self, x_BND: Tensor, states: Mapping[str, StreamState], candidate_BD: Tensor | None
+    ) -> tuple[Tensor, dict[str, StreamState]]:
+        """Run the layer.
+
+        Args:
+            x_BND: non-sequence tokens.
+            states: stream name -> its events and its summary.
+            candidate_BD: the candidate's token.
+
+        Returns:
+            non-sequence tokens, and every stream after the layer.
+        """
+        context_BND = x_BND if self.summary is None else self.summary(x_BND)
+        after = {}
+        for name, state in states.items():
+            key = module_key(name)
+            if key not in self.streams:
+                after[name] = state
+            elif self.kind == "interaction":
+                x_TD, summary_BPD = self.streams[key](
+                    state.x_TD, state.layout, context_BND, candidate_BD
+                )
+                after[name] = replace(state, x_TD=x_TD, summary_BPD=summary_BPD)
+            else:
+                x_TD = self.streams[key](
+                    state.x_TD,
+                    state.layout,
+                    context_BND,
+                    state.gap_seconds_T,
+                    visible_pairs=state.visible_pairs,
+                )
+                after[name] = replace(state, x_TD=x_TD)
+        return self.experts(x_BND, join_summaries(x_BND, after)), after
+
+
+class GemModel(nn.Module):
+    """The hybrid model.
+
+    Args:
+        spec: every choice.
+        schema: inputs, tasks and domains.
+
+    Raises:
+        ConfigError: spec and schema contradict each other.
+    """
+
+    def __init__(self, spec: GemSpec, schema: BatchSchema) -> None:
+        super().__init__()
+        inputs = schema
+        schema = reduce_schema(schema, spec.leave_out)
+        check_schema(spec, schema)
+        self.spec, self.schema = spec, schema
+        self.read = streams_read(spec, schema)
+        self.tables = build_tables(spec.embeddings, schema, self.read)
+        self.features = FeatureTokens(spec, schema)
+        self.numbers = Columns(inputs.numbers, schema.numbers)
+        self.events = nn.ModuleDict()
+        columns = {stream.name: stream.numbers for stream in inputs.streams}
+        for stream in self.read:
+            own = spec.stream_spec(stream.name)
+            self.events[module_key(stream.name)] = EventTokens(
+                stream,
+                own.width,
+                columns=columns[stream.name],
+                embedding_dim=spec.embeddings.embedding_dim,
+                gap_buckets=own.gap_buckets,
+                hidden=own.token_hidden,
+                activation=spec.activation,
+                dropout=own.dropout,
+            )
+        names = [source.name for source in schema.ids]
+        self.candidate = names.index(schema.item) if schema.item in names else None
+        self.layers = nn.ModuleList()
+        tokens = self.features.tokens
+        for index in range(len(spec.layers)):
+            pooled = pooled_tokens(spec, self.read, index)
+            layer = GemLayer(spec, index, self.read, tokens=tokens, summary_tokens=pooled)
+            tokens = layer.experts.tokens
+            self.layers.append(layer)
+        width = head_width(spec, schema, self.read)
+        self.heads = TaskHeads(width, spec.heads, schema, activation=spec.activation)
+        self.shortcut = (
+            Shortcut(len(schema.numbers), len(schema.labels), gain=spec.numbers.shortcut_gain)
+            if spec.numbers.shortcut and schema.numbers
+            else None
+        )
+
+    def forward(self, batch: ExampleBatch) -> Tensor:
+        """Predict.
+
+        Args:
+            batch: examples with their histories.
+
+        Returns:
+            logits_BA, fp32, tasks in the order of the schema's labels.
+
+        Raises:
+            DataError: the batch lacks a stream or an input of the schema.
+        """
+        streams = {
+            name: latest_events(events, self.spec.stream_spec(name).max_events)
+            for name, events in batch_streams(batch, self.read).items()
+        }
+        embedded = self.tables(batch_ids(self.schema, batch, streams))
+        numbers_BD = self.numbers(batch.numbers_BD)
+        x_BND = self.features(embedded, numbers_BD)
+        candidate_BD = None if self.candidate is None else x_BND[:, self.candidate]
+        states = {}
+        for stream in self.read:
+            events = streams[stream.name]
+            layout, gap_seconds_T = events.numbers.layout, events.gap_seconds.values
+            own = self.spec.stream_spec(stream.name)
+            states[stream.name] = StreamState(
+                x_TD=self.events[module_key(stream.name)](
+                    embedded, events.numbers.values, gap_seconds_T
+                ),
+                layout=layout,
+                gap_seconds_T=gap_seconds_T,
+                visible_pairs=visible_pairs_of(own, layout),
+            )
+        for layer in self.layers:
+            x_BND, states = layer(x_BND, states, candidate_BD)
+        last = [x_BND.flatten(1), join_summaries(x_BND, states).flatten(1)]
+        if self.spec.numbers.trunk:
+            last.append(numbers_BD)
+        logits_BA = self.heads(torch.cat(last, dim=1), batch.domains_B)
+        if self.shortcut is not None:
+            logits_BA = logits_BA + self.shortcut(numbers_BD)
+        return logits_BA
+
+
+def join_summaries(x_BND: Tensor, states: Mapping[str, StreamState]) -> Tensor:
+    """Put the pooled tokens of all streams side by side.
+
+    Args:
+        x_BND: non-sequence tokens, which give batch, width and dtype.
+        states: the streams.
+
+    Returns:
+        summary_BPD; P is 0 where no stream has a summary yet.
+    """
+    parts = [s.summary_BPD for s in states.values() if s.summary_BPD is not None]
+    return torch.cat(parts, dim=1) if parts else x_BND[:, :0]

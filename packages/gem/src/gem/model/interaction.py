@@ -1,0 +1,291 @@
+"""The non-sequence side of a layer: a mixture of Wukong experts over tokens and summaries.
+
+Every example visits every expert; there is no router. Each expert reads a fixed part of the
+tokens beside the pooled summaries of the streams, and their outputs are summed, so that experts
+may live on different devices with nothing but dense collectives between them.
+
+Source: Wukong (arXiv:2403.02545) for the expert, DHEN (arXiv:2203.11014) for the sum and its
+shortcut, Kunlun (arXiv:2602.10016) for the mixture and the summary.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from gem.model.spec import ExpertsSpec, MlpActivation
+from gem.model.structure import expert_parts
+from gem_opkit.errors import ConfigError, refusal
+from gem_precision.layers import LayerNorm, Mlp, RmsNorm
+
+
+class TokenLinear(nn.Module):
+    """Mix tokens linearly, each model dim alike: out[b, m] = Σ_n weight[m, n] x[b, n].
+
+    Args:
+        inputs: tokens that come in.
+        outputs: tokens that go out.
+    """
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(outputs, inputs) * inputs**-0.5)
+
+    def forward(self, x_BND: Tensor) -> Tensor:
+        """Mix the tokens.
+
+        Args:
+            x_BND: tokens.
+
+        Returns:
+            tokens (B, outputs, D).
+        """
+        # A batched product with a broadcast weight: a plain matmul would first copy the tokens
+        # into a transposed layout, which costs more than the product at these sizes.
+        return torch.bmm(self.weight.expand(x_BND.shape[0], -1, -1), x_BND)
+
+
+class Summary(nn.Module):
+    """Make the few tokens that tell the event sequences about everything else (X_sum).
+
+    Args:
+        tokens: tokens that come in.
+        summary_tokens: tokens that go out.
+        width: width of both.
+        hidden: hidden width of the MLP over the model dim.
+        activation: of the MLP.
+    """
+
+    def __init__(
+        self,
+        tokens: int,
+        summary_tokens: int,
+        *,
+        width: int,
+        hidden: int,
+        activation: MlpActivation,
+    ) -> None:
+        super().__init__()
+        self.compress = TokenLinear(tokens, summary_tokens)
+        self.mlp = Mlp((width, hidden, width), activation=activation)
+
+    def forward(self, x_BND: Tensor) -> Tensor:
+        """Summarise.
+
+        Args:
+            x_BND: non-sequence tokens.
+
+        Returns:
+            summary (B, summary_tokens, D).
+        """
+        return self.mlp(self.compress(x_BND))
+
+
+class LearnedProjection(nn.Module):
+    """Y of Wukong's X (Xᵀ Y) as a parameter, the same for every example.
+
+    Args:
+        tokens: tokens that come in.
+        rank: columns of Y.
+    """
+
+    def __init__(self, tokens: int, rank: int) -> None:
+        super().__init__()
+        self.y = nn.Parameter(torch.randn(tokens, rank) * tokens**-0.5)
+
+    def forward(self, x_BND: Tensor) -> Tensor:
+        """Give each example its Y, (B, N, rank)."""
+        return self.y.expand(x_BND.shape[0], -1, -1)
+
+
+class AttentiveProjection(nn.Module):
+    """Y made from the example's own tokens, compressed: Wukong's attentive form.
+
+    Args:
+        tokens: tokens that come in.
+        width: width of a token.
+        spec: rank, and the hidden width of the MLP.
+        activation: of the MLP.
+    """
+
+    def __init__(
+        self, tokens: int, width: int, spec: ExpertsSpec, *, activation: MlpActivation
+    ) -> None:
+        super().__init__()
+        self.tokens, self.rank = tokens, spec.rank
+        self.compress = TokenLinear(tokens, spec.rank)
+        widths = (spec.rank * width, *spec.mlp_widths[:1], tokens * spec.rank)
+        self.mlp = Mlp(widths, activation=activation)
+
+    def forward(self, x_BND: Tensor) -> Tensor:
+        """Give each example its Y, (B, N, rank)."""
+        flat = self.mlp(self.compress(x_BND).flatten(1))
+        return flat.view(x_BND.shape[0], self.tokens, self.rank)
+
+
+class FactorisationBlock(nn.Module):
+    """Wukong's FMB: pairwise products of tokens, compressed, through an MLP, as new tokens.
+
+        tokens = reshape(MLP(LayerNorm(flatten(X (Xᵀ Y)))))
+
+    X Xᵀ would hold every pair; Y keeps `rank` combinations of them at a cost linear in tokens.
+
+    Args:
+        tokens: tokens that come in.
+        width: width of a token.
+        spec: rank, number of tokens that go out, MLP, where Y comes from.
+        activation: of the MLPs.
+        dropout: in the MLP.
+    """
+
+    def __init__(
+        self,
+        tokens: int,
+        width: int,
+        spec: ExpertsSpec,
+        *,
+        activation: MlpActivation,
+        dropout: float,
+    ) -> None:
+        super().__init__()
+        self.fm_tokens, self.width = spec.fm_tokens, width
+        self.make_y = (
+            LearnedProjection(tokens, spec.rank)
+            if spec.projection == "learned"
+            else AttentiveProjection(tokens, width, spec, activation=activation)
+        )
+        self.norm = LayerNorm(tokens * spec.rank)
+        widths = (tokens * spec.rank, *spec.mlp_widths, spec.fm_tokens * width)
+        self.mlp = Mlp(widths, activation=activation, dropout=dropout)
+
+    def forward(self, x_BND: Tensor) -> Tensor:
+        """Interact.
+
+        Args:
+            x_BND: tokens.
+
+        Returns:
+            tokens (B, fm_tokens, D).
+        """
+        batch = x_BND.shape[0]
+        pairs = torch.bmm(
+            x_BND, torch.bmm(x_BND.transpose(1, 2), self.make_y(x_BND))
+        )  # (B, N, rank)
+        mixed = self.mlp(self.norm(pairs.flatten(1)))
+        return mixed.view(batch, self.fm_tokens, self.width)
+
+
+class WukongExpert(nn.Module):
+    """One expert: a factorisation block beside a linear compression of the same tokens.
+
+    Args:
+        tokens: tokens that come in.
+        width: width of a token.
+        spec: sizes.
+        activation: of the MLPs.
+        dropout: in the MLP.
+    """
+
+    def __init__(
+        self,
+        tokens: int,
+        width: int,
+        spec: ExpertsSpec,
+        *,
+        activation: MlpActivation,
+        dropout: float,
+    ) -> None:
+        super().__init__()
+        self.factorise = FactorisationBlock(
+            tokens, width, spec, activation=activation, dropout=dropout
+        )
+        self.compress = TokenLinear(tokens, spec.linear_tokens)
+
+    def forward(self, x_BND: Tensor) -> Tensor:
+        """Interact.
+
+        Args:
+            x_BND: this expert's tokens.
+
+        Returns:
+            tokens (B, fm_tokens + linear_tokens, D); a part of the sum over experts.
+        """
+        return torch.cat([self.factorise(x_BND), self.compress(x_BND)], dim=1)
+
+
+class ExpertMixture(nn.Module):
+    """The experts of a layer: X' = RmsNorm(Σ_e expert_e(part_e(X) ‖ H) + shortcut(X)).
+
+    Args:
+        tokens: non-sequence tokens that come in (X).
+        summary_tokens: pooled tokens of all streams together (H), read by every expert; may be 0.
+        width: width of both.
+        spec: the experts.
+        activation: of the MLPs.
+        dropout: in the MLPs.
+
+    Raises:
+        ConfigError: an expert would read no token.
+    """
+
+    def __init__(
+        self,
+        tokens: int,
+        summary_tokens: int,
+        *,
+        width: int,
+        spec: ExpertsSpec,
+        activation: MlpActivation,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.parts = expert_parts(tokens, spec)
+        self.tokens = spec.fm_tokens + spec.linear_tokens
+        sizes = [len(range(tokens)[part]) + summary_tokens for part in self.parts]
+        if min(sizes) == 0:
+            raise ConfigError(
+                refusal(
+                    "ExpertMixture",
+                    "experts.count",
+                    must=f"be at most the {tokens} tokens of the layer",
+                    got=spec.count,
+                    fix='use fewer experts or partition = "all"',
+                )
+            )
+        self.experts = nn.ModuleList(
+            WukongExpert(size, width, spec, activation=activation, dropout=dropout)
+            for size in sizes
+        )
+        # Where the counts agree the shortcut is the identity, else a linear compression.
+        self.shortcut = None
+        if spec.residual:
+            self.shortcut = (
+                nn.Identity() if tokens == self.tokens else TokenLinear(tokens, self.tokens)
+            )
+        self.norm = RmsNorm(width)
+
+    def inputs(self, x_BND: Tensor, summary_BPD: Tensor) -> list[Tensor]:
+        """Give each expert what it reads; each is a tensor (B, n, D) of its own.
+
+        Args:
+            x_BND: the layer's tokens.
+            summary_BPD: pooled tokens of all streams.
+
+        Returns:
+            one tensor for each expert.
+        """
+        return [torch.cat([x_BND[:, part], summary_BPD], dim=1) for part in self.parts]
+
+    def forward(self, x_BND: Tensor, summary_BPD: Tensor) -> Tensor:
+        """Run all experts.
+
+        Args:
+            x_BND: the layer's tokens.
+            summary_BPD: pooled tokens of all streams.
+
+        Returns:
+            the next layer's tokens (B, fm_tokens + linear_tokens, D).
+        """
+        parts = self.inputs(x_BND, summary_BPD)
+        out = sum(expert(part) for expert, part in zip(self.experts, parts, strict=True))
+        if self.shortcut is not None:
+            out = out + self.shortcut(x_BND)
+        return self.norm(out)

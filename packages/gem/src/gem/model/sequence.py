@@ -1,0 +1,210 @@
+"""The sequence side of a layer, for one stream: what its events learn, and what they tell.
+
+An interaction layer lets the events attend, without softmax, to the non-sequence summary, and
+pools them afresh; a transformer layer lets them attend to each other and leaves the pooled
+summary as it was (computation skip: either kind pays for half of the work).
+
+Source: Kunlun (arXiv:2602.10016) for both kinds, InterFormer (arXiv:2411.09852) for the gate,
+LLaTTE (arXiv:2601.20083) and DIN (arXiv:1706.06978) for queries made from the candidate.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from gem.model.spec import StreamSpec
+from gem_attention.contract import AttentionSpec
+from gem_attention.layers import (
+    GdpaPffn,
+    HierarchicalSeedPooling,
+    PooledAttention,
+    SelfAttention,
+)
+from gem_attention.patterns import visible_pairs, visible_pairs_block
+from gem_jagged.batch import Layout
+from gem_jagged.offsets import sequence_ids
+from gem_precision.layers import Projection, RmsNorm
+
+
+class StreamInteraction(nn.Module):
+    """GDPA-PFFN, then fresh summary tokens of one stream.
+
+    Args:
+        spec: the stream.
+        width: width of non-sequence tokens and of the summary.
+        max_events: longest history that the data gives, which scales GDPA's scores.
+    """
+
+    def __init__(self, spec: StreamSpec, width: int, max_events: int) -> None:
+        super().__init__()
+        self.ffn = GdpaPffn(spec.width, gdpa_spec(spec, max_events), context_width=width)
+        pooling = pooling_spec(spec)
+        self.pool = (
+            HierarchicalSeedPooling(
+                spec.width,
+                pooling,
+                seeds=spec.seeds,
+                tokens=spec.summary_tokens,
+                kron_rank=spec.kron_rank,
+            )
+            if spec.summary_tokens
+            else None
+        )
+        self.queries = spec.target_tokens
+        self.make_query = Projection(width, self.queries * spec.width) if self.queries else None
+        self.target_pool = PooledAttention(spec.width, pooling, seeds=0) if self.queries else None
+        self.lift = nn.Identity() if spec.width == width else Projection(spec.width, width)
+        self.norm = RmsNorm(width)
+
+    def forward(
+        self, x_TD: Tensor, layout: Layout, context_BND: Tensor, candidate_BD: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Run the layer.
+
+        Args:
+            x_TD: event tokens.
+            layout: where each history begins.
+            context_BND: the non-sequence summary.
+            candidate_BD: the candidate's token; needed if the stream has target tokens.
+
+        Returns:
+            event tokens x_TD, and summary_BPD with the width of non-sequence tokens, target
+            tokens last; all 0 for an empty history.
+        """
+        x_TD = self.ffn(x_TD, layout, context_BND)
+        parts = []
+        if self.pool is not None:
+            parts.append(self.pool(x_TD, layout))
+        if self.target_pool is not None and self.make_query is not None:
+            query_BPD = self.make_query(candidate_BD).unflatten(1, (self.queries, -1))
+            parts.append(self.target_pool(x_TD, layout, query_BPD=query_BPD))
+        return x_TD, self.norm(self.lift(torch.cat(parts, dim=1)))
+
+
+class StreamTransformer(nn.Module):
+    """Self-attention among the events of one stream, gated by the non-sequence summary.
+
+        x + 2 σ(gate(summary)) * SelfAttention(RmsNorm(x))
+
+    The gate starts near 1 and is the way by which the rest of the model reaches the events in a
+    layer that has no GDPA.
+
+    Args:
+        spec: the stream.
+        width: width of non-sequence tokens.
+        summary_tokens: tokens of the non-sequence summary.
+        gated: whether there is a gate.
+    """
+
+    def __init__(self, spec: StreamSpec, width: int, *, summary_tokens: int, gated: bool) -> None:
+        super().__init__()
+        self.norm = RmsNorm(spec.width)
+        self.attention = SelfAttention(spec.width, self_attention_spec(spec))
+        self.gate = Projection(summary_tokens * width, spec.width) if gated else None
+        self.dropout = nn.Dropout(spec.dropout)
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        layout: Layout,
+        context_BND: Tensor,
+        gap_seconds_T: Tensor,
+        *,
+        visible_pairs: int | None = None,
+    ) -> Tensor:
+        """Run the layer.
+
+        Args:
+            x_TD: event tokens.
+            layout: where each history begins.
+            context_BND: the non-sequence summary.
+            gap_seconds_T: seconds from each event to the example.
+            visible_pairs: (query, key) pairs of the pattern, counted once a batch.
+
+        Returns:
+            event tokens x_TD.
+        """
+        out_TD = self.attention(self.norm(x_TD), layout, gap_seconds_T, visible_pairs=visible_pairs)
+        if self.gate is not None:
+            gate_BD = 2.0 * torch.sigmoid(self.gate(context_BND.flatten(1)))
+            out_TD = out_TD * gate_BD.index_select(
+                0, sequence_ids(layout.offsets_O, layout.total_tokens)
+            )
+        return x_TD + self.dropout(out_TD)
+
+
+def self_attention_spec(spec: StreamSpec) -> AttentionSpec:
+    """Describe a stream's self-attention.
+
+    Args:
+        spec: the stream.
+
+    Returns:
+        softmax attention in the stream's pattern, rotated, no biases.
+    """
+    return AttentionSpec(
+        pattern=spec.pattern,
+        window_tokens=spec.window_tokens if spec.pattern == "window" else None,
+        block_tokens=spec.block_tokens,
+        activation="softmax",
+        heads=spec.heads,
+        head_dim=spec.width // spec.heads,
+        qk_norm=spec.qk_norm,
+        rotary=spec.rotary,
+        rote_time_scale_s=spec.rote_time_scale_s,
+    )
+
+
+def pooling_spec(spec: StreamSpec) -> AttentionSpec:
+    """Describe the attention of a stream's pooled queries.
+
+    Args:
+        spec: the stream.
+
+    Returns:
+        softmax attention over the whole history.
+    """
+    return AttentionSpec(
+        pattern="full",
+        activation="softmax",
+        heads=spec.heads,
+        head_dim=spec.width // spec.heads,
+        qk_norm=spec.qk_norm,
+    )
+
+
+def gdpa_spec(spec: StreamSpec, max_events: int) -> AttentionSpec:
+    """Describe a stream's GDPA-PFFN.
+
+    Args:
+        spec: the stream.
+        max_events: longest history, which divides the scores under inverse_max_tokens.
+
+    Returns:
+        attention without softmax from the events to the summary.
+    """
+    by_length = spec.gdpa_scale == "inverse_max_tokens"
+    return AttentionSpec(
+        pattern="full",
+        activation=spec.gdpa_activation,
+        heads=spec.heads,
+        head_dim=spec.width // spec.heads,
+        qk_norm=spec.qk_norm,
+        scale=spec.gdpa_scale,
+        max_tokens=min(max_events, spec.max_events or max_events) if by_length else None,
+    )
+
+
+def visible_pairs_of(spec: StreamSpec, layout: Layout) -> int:
+    """Count the pairs of events that self-attention lets see each other, from host lengths.
+
+    Args:
+        spec: the stream.
+        layout: histories.
+
+    Returns:
+        pairs.
+    """
+    if spec.pattern == "block":
+        return visible_pairs_block(layout.lengths, spec.block_tokens)
+    reach = spec.window_tokens if spec.pattern == "window" else None
+    return visible_pairs(layout.lengths, layout.lengths, reach, reach)

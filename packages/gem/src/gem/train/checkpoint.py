@@ -1,0 +1,371 @@
+"""Checkpoints of a run: `checkpoints/step-N/`, complete or not there.
+
+A checkpoint is a folder of torch.distributed.checkpoint files with a manifest beside them. It is
+written under another name, and renamed once every file and the manifest are on disk. What a
+checkpoint is worth is decided by the manifest: it lists each file with its size, so a folder that
+was cut short, or copied only in part, is never chosen.
+
+Every tensor is stored under a name of its own, whole: ``model/<name>``, ``<optimizer>/<parameter>/
+<key>``, ``ema/<name>``, ``metrics/<block>``, ``rng/<rank>``. So a run can be continued on another
+number of ranks; only the random numbers (dropout) then differ.
+"""
+
+import json
+import logging
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from gem.config import RunConfig
+from gem.train.metrics import MetricBlock, MetricStream
+from gem.train.spec import RESUMABLE_KEYS
+from gem_opkit.errors import ConfigError, DataError, refusal
+from gem_parallel.collectives import barrier
+from gem_parallel.launch import World
+
+_log = logging.getLogger(__name__)
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+_PARTIAL = "partial-"
+
+
+@dataclass
+class TrainState:
+    """Everything that a step changes.
+
+    Attributes:
+        model: the model itself, not its data-parallel wrapper.
+        optimizers: name -> optimizer; parameters are known by their names in the model.
+        ema: name -> averaged dense weight; empty without averaging.
+        metrics: progressive metrics.
+        step: steps done.
+        examples: examples trained on, over all ranks.
+        counters: sums that the summary needs, such as FLOPs counted so far.
+    """
+
+    model: nn.Module
+    optimizers: Mapping[str, torch.optim.Optimizer]
+    ema: dict[str, Tensor]
+    metrics: MetricStream
+    step: int = 0
+    examples: int = 0
+    counters: dict[str, float] = field(default_factory=dict)
+
+
+def step_folder(checkpoints: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies.
+
+    Args:
+        checkpoints: the run's folder of checkpoints.
+        step: number of steps done.
+    """
+    return checkpoints / f"step-{step}"
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether a checkpoint has its manifest and every file in it, with the size listed there.
+
+    Args:
+        folder: a checkpoint.
+    """
+    try:
+        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        return all((folder / name).stat().st_size == size for name, size in files.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def latest_complete(checkpoints: Path) -> Path | None:
+    """The newest complete checkpoint; incomplete ones are passed over with a warning in the log.
+
+    Args:
+        checkpoints: the run's folder of checkpoints; may be missing.
+
+    Returns:
+        Its folder, or None where there is none.
+    """
+    for _, folder in sorted(_step_folders(checkpoints), reverse=True):
+        if is_complete(folder):
+            return folder
+        _log.warning("%s is not complete and is passed over", folder)
+    return None
+
+
+def _step_folders(checkpoints: Path) -> list[tuple[int, Path]]:
+    return [
+        (int(folder.name.removeprefix("step-")), folder)
+        for folder in checkpoints.glob("step-*")
+        if folder.name.removeprefix("step-").isdigit()
+    ]
+
+
+def save_checkpoint(
+    checkpoints: Path,
+    state: TrainState,
+    config: RunConfig,
+    world: World,
+    *,
+    current: MetricBlock,
+    dataset: str,
+    keep: int,
+) -> Path:
+    """Write a checkpoint and remove the oldest ones. Every rank has to call this.
+
+    Args:
+        checkpoints: the run's folder of checkpoints, shared by all ranks.
+        state: what to write.
+        config: the run's config, kept beside it.
+        world: the ranks.
+        current: the open block of metrics, merged over ranks.
+        dataset: fingerprint of the data set.
+        keep: newest checkpoints that stay.
+
+    Returns:
+        Folder of the checkpoint.
+    """
+    target = step_folder(checkpoints, state.step)
+    partial = checkpoints / f"{_PARTIAL}{target.name}"
+    if world.is_first:
+        for old in checkpoints.glob(f"{_PARTIAL}*"):
+            shutil.rmtree(old)
+        partial.mkdir(parents=True)
+    barrier(world)
+    tensors, scalars = _collect(state, world, current)
+    with _one_process_is_meant():
+        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(partial), no_dist=world.size == 1)
+    barrier(world)
+    if world.is_first:
+        manifest = {
+            "format": FORMAT,
+            "step": state.step,
+            "examples": state.examples,
+            "world_size": world.size,
+            "torch": torch.__version__,
+            "dataset": dataset,
+            "config": config.model_dump(mode="json"),
+            "counters": state.counters,
+            "scalars": scalars,
+            "files": {
+                str(path.relative_to(partial)): path.stat().st_size
+                for path in sorted(partial.rglob("*"))
+                if path.is_file()
+            },
+        }
+        (partial / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        if target.exists():  # left there incomplete, by a copy or a full disk
+            shutil.rmtree(target)
+        partial.rename(target)
+        complete = [f for _, f in sorted(_step_folders(checkpoints)) if is_complete(f)]
+        for old in complete[:-keep]:
+            shutil.rmtree(old)
+    barrier(world)
+    return target
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a complete checkpoint.
+
+    Args:
+        folder: the checkpoint.
+
+    Raises:
+        DataError: the checkpoint is not complete, or of another format.
+    """
+    if not is_complete(folder):
+        raise DataError(
+            refusal(
+                "checkpoint",
+                str(folder),
+                must="be complete: a manifest, and every file that it lists",
+                got="a folder where some are missing or cut short",
+                fix="use an older checkpoint",
+            )
+        )
+    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    if manifest["format"] != FORMAT:
+        raise DataError(
+            refusal(
+                "checkpoint",
+                "format",
+                must=f"be {FORMAT}",
+                got=manifest["format"],
+                fix="use the version of the trainer that wrote it",
+            )
+        )
+    return manifest
+
+
+def check_continues(manifest: Mapping[str, Any], config: RunConfig, dataset: str) -> None:
+    """Refuse to continue a run under settings or data that would make it another run.
+
+    Args:
+        manifest: of the checkpoint.
+        config: of the run that wants to continue.
+        dataset: fingerprint of its data set.
+
+    Raises:
+        ConfigError: settings differ; the message names each key with both values.
+        DataError: the data set is another one.
+    """
+    saved = RunConfig.model_validate_json(json.dumps(manifest["config"]))
+    keys = config.differences(saved, ignored=RESUMABLE_KEYS)
+    if keys:
+        raise ConfigError(
+            refusal(
+                "checkpoint",
+                "config",
+                must="equal that of the run to continue",
+                got="; ".join(keys),
+                fix="use the same recipe and settings, or another --out",
+            )
+        )
+    if manifest["dataset"] != dataset:
+        raise DataError(
+            refusal(
+                "checkpoint",
+                "data set",
+                must=f"be the one that the run began with ({manifest['dataset'][:12]})",
+                got=dataset[:12],
+                fix="restore the data, or start again with another --out",
+            )
+        )
+
+
+def load_checkpoint(folder: Path, state: TrainState, world: World) -> None:
+    """Put a checkpoint's content into a freshly built state. Every rank has to call this.
+
+    Args:
+        folder: a complete checkpoint.
+        state: built from an equal config; overwritten.
+        world: the ranks, as many as wrote it or not.
+
+    Raises:
+        DataError: the checkpoint is not complete or does not fit the model.
+    """
+    manifest = read_manifest(folder)
+    stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    _check_names(stored, state)
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in stored.items()
+        if isinstance(entry, TensorStorageMetadata)
+        and (not name.startswith("rng/") or name.startswith(f"rng/{world.rank}/"))
+    }
+    with _one_process_is_meant():
+        dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=world.size == 1)
+    state.model.load_state_dict(_under(tensors, "model/"))
+    for name, average in _under(tensors, "ema/").items():
+        state.ema[name].copy_(average)
+    for name, optimizer in state.optimizers.items():
+        _load_optimizer(
+            optimizer, state.model, _under(tensors, f"{name}/"), manifest["scalars"].get(name, {})
+        )
+    blocks = {k: v.numpy() for k, v in _under(tensors, "metrics/").items()}
+    state.metrics.load_state(blocks, keep_current=world.is_first)
+    state.step, state.examples = manifest["step"], manifest["examples"]
+    # Sums over ranks, so exactly one rank keeps them.
+    state.counters = dict(manifest["counters"]) if world.is_first else {}
+    random = _under(tensors, f"rng/{world.rank}/")
+    if manifest["world_size"] != world.size:
+        _log.warning(
+            "the checkpoint is of %d ranks and this run has %d: dropout will differ",
+            manifest["world_size"],
+            world.size,
+        )
+    if "cpu" in random:
+        torch.set_rng_state(random["cpu"])
+    if "cuda" in random and world.device.type == "cuda":
+        torch.cuda.set_rng_state(random["cuda"], world.device)
+
+
+@contextmanager
+def _one_process_is_meant() -> Iterator[None]:
+    """Torch warns of every save and load in a single process, asked for or not."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+
+
+def _collect(
+    state: TrainState, world: World, current: MetricBlock
+) -> tuple[dict[str, Tensor], dict[str, dict[str, float]]]:
+    """Every tensor by its name in the checkpoint, and the optimizers' plain numbers."""
+    tensors: dict[str, Tensor] = {}
+    scalars: dict[str, dict[str, float]] = {}
+    for name, value in state.model.state_dict().items():
+        if not isinstance(value, Tensor):
+            raise DataError(
+                refusal(
+                    "checkpoint",
+                    f"model state {name}",
+                    must="be a tensor",
+                    got=type(value).__name__,
+                    fix="register it as a buffer",
+                )
+            )
+        tensors[f"model/{name}"] = value
+    tensors |= {f"ema/{name}": value for name, value in state.ema.items()}
+    names = {id(p): name for name, p in state.model.named_parameters()}
+    for kind, optimizer in state.optimizers.items():
+        scalars[kind] = {}
+        for parameter, entries in optimizer.state.items():
+            for key, value in entries.items():
+                place = f"{names[id(parameter)]}/{key}"
+                if isinstance(value, Tensor):
+                    tensors[f"{kind}/{place}"] = value
+                else:
+                    scalars[kind][place] = value
+    for name, data in state.metrics.state(current).items():
+        tensors[f"metrics/{name}"] = torch.from_numpy(data.copy())
+    tensors[f"rng/{world.rank}/cpu"] = torch.get_rng_state()
+    if world.device.type == "cuda":
+        tensors[f"rng/{world.rank}/cuda"] = torch.cuda.get_rng_state(world.device)
+    return tensors, scalars
+
+
+def _load_optimizer(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    scalars: Mapping[str, float],
+) -> None:
+    names = {id(p): name for name, p in model.named_parameters()}
+    ordered = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+    index = {name: i for i, name in enumerate(ordered)}
+    entries: dict[int, dict[str, Any]] = {}
+    for place, value in {**tensors, **scalars}.items():
+        parameter, _, key = place.rpartition("/")
+        entries.setdefault(index[parameter], {})[key] = value
+    # The groups stay those of this run: the config is equal, and rates follow from the step.
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": entries})
+
+
+def _check_names(stored: Mapping[str, Any], state: TrainState) -> None:
+    """The stored model and averages must be those of this model, by name."""
+    wanted = {f"model/{name}" for name in state.model.state_dict()}
+    wanted |= {f"ema/{name}" for name in state.ema}
+    there = {name for name in stored if name.startswith(("model/", "ema/"))}
+    if wanted != there:
+        raise DataError(
+            refusal(
+                "checkpoint",
+                "tensors",
+                must="be those of the model",
+                got=f"missing {sorted(wanted - there)[:3]}, unknown {sorted(there - wanted)[:3]}",
+                fix="build the model from the run's own config.toml",
+            )
+        )

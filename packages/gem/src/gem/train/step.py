@@ -1,0 +1,234 @@
+"""One training step: score the batch, then learn from it.
+
+The probabilities of a step are those of the forward pass before its update, so that recording
+them is progressive validation at no cost. With dropout they are those of the thinned network.
+
+On several ranks each rank runs its slice. The loss of a rank is divided by the label weights of
+the whole batch, so the sum of the ranks' gradients is the gradient of the whole batch, however
+uneven the slices.
+"""
+
+from collections.abc import Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from gem.config import RunConfig
+from gem.data.batch import ExampleBatch
+from gem.data.names import nearest
+from gem.data.schema import BatchSchema
+from gem.model.heads import known_weight, multi_task_loss
+from gem.model.structure import loss_weights
+from gem.train.clock import StepClock
+from gem.train.spec import TrainSpec, schedule_factor
+from gem_embeddings.optimizer import merge_sparse_gradients, table_optimizer
+from gem_opkit.errors import ConfigError, refusal
+from gem_parallel.collectives import all_reduce_sum
+from gem_parallel.contract import ParallelPlan
+from gem_parallel.dense import data_parallel
+from gem_parallel.launch import World
+from gem_precision.layers import apply_recipe
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """What a step leaves behind: device tensors that nothing has waited for.
+
+    Attributes:
+        p_BA: probabilities before the update, float32.
+        loss: this rank's share of the batch's training loss, a scalar; the shares add up.
+    """
+
+    p_BA: Tensor
+    loss: Tensor
+
+
+class TrainStep:
+    """The model with its optimizers.
+
+    Args:
+        config: the run.
+        model: built by `gem.model.build.build_model`, on the world's device.
+        schema: of the batches.
+        world: the ranks.
+        total_steps: steps of the whole run.
+        clock: told which section runs.
+
+    Raises:
+        ConfigError: a setting names a parameter that the model does not have.
+        UnsupportedError: a number format or a parallel plan that is not built.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        model: nn.Module,
+        schema: BatchSchema,
+        world: World,
+        *,
+        total_steps: int,
+        clock: StepClock,
+    ) -> None:
+        self.spec: TrainSpec = config.train
+        self.model, self.world, self.clock = model, world, clock
+        self.total_steps = total_steps
+        self.task_weights = loss_weights(config.model, schema)
+        self.precision = apply_recipe(config.precision, world.device.type)
+        self.table_parameters = list(model.tables.table_parameters())
+        tables = {id(p) for p in self.table_parameters}
+        self.dense = {n: p for n, p in model.named_parameters() if id(p) not in tables}
+        self.optimizers: dict[str, torch.optim.Optimizer] = {
+            "dense": dense_optimizer(self.spec, self.dense)
+        }
+        if self.table_parameters:
+            self.optimizers["tables"] = table_optimizer(self.table_parameters, self.spec.tables)
+        self._base_lr = {
+            name: [group["lr"] for group in optimizer.param_groups]
+            for name, optimizer in self.optimizers.items()
+        }
+        plan = config.parallel or ParallelPlan.data_parallel(world.size)
+        self.wrapped = data_parallel(model, plan, world, ignored=self.table_parameters)
+        self.ema: dict[str, Tensor] = {}
+        if self.spec.ema_decay is not None:
+            self.ema = {name: p.detach().clone() for name, p in self.dense.items()}
+        # Lookups run inside the model's forward pass; their time is booked under the tables.
+        model.tables.register_forward_pre_hook(lambda *_: clock.mark("tables"))
+        model.tables.register_forward_hook(lambda *_: clock.mark("model"))
+
+    def __call__(self, batch: ExampleBatch, step: int) -> Scored:
+        """Score a batch, then learn from it.
+
+        Args:
+            batch: this rank's slice, on the world's device; may hold no example.
+            step: 0-based step of the run, which decides the learning rates.
+
+        Returns:
+            The probabilities and the loss.
+        """
+        self.clock.mark("model")
+        known_A = all_reduce_sum(known_weight(batch), self.world)
+        # Of a task without a known label the sum of losses is 0; any divisor of usual size will
+        # do, but a tiny one would overflow in the backward pass.
+        known_A = torch.where(known_A > 0, known_A, 1.0)
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad(set_to_none=True)
+        with self.precision():
+            logits_BA = self.wrapped(batch)
+        loss = multi_task_loss(logits_BA, batch, self.task_weights, known_A=known_A)
+        # Gradients are averaged over ranks, and what is wanted is their sum.
+        (loss * self.world.size).backward()
+        self.clock.mark("tables")
+        if self.world.size > 1:
+            merge_sparse_gradients(self.table_parameters, self.world)
+        self.set_rates(step)
+        if "tables" in self.optimizers:
+            self.optimizers["tables"].step()
+        self.clock.mark("optimizer")
+        if self.spec.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.dense.values(), self.spec.clip_norm)
+        self.optimizers["dense"].step()
+        if self.ema:
+            self._average(step)
+        self.clock.mark("other")
+        return Scored(probabilities(logits_BA.detach()), loss.detach())
+
+    def set_rates(self, step: int) -> None:
+        """Set the learning rates of a step.
+
+        Args:
+            step: 0-based step of the run.
+        """
+        factor = schedule_factor(self.spec.schedule, step, self.total_steps)
+        for name, optimizer in self.optimizers.items():
+            scaled = factor if name == "dense" or self.spec.schedule.tables else 1.0
+            for group, base in zip(optimizer.param_groups, self._base_lr[name], strict=True):
+                group["lr"] = base * scaled
+
+    def _average(self, step: int) -> None:
+        # The first steps count for less than decay says, or the average would remember the
+        # initial weights for the first 1 / (1 - decay) steps.
+        decay = min(self.spec.ema_decay or 0.0, (1.0 + step) / (10.0 + step))
+        with torch.no_grad():
+            torch._foreach_lerp_(
+                list(self.ema.values()), [self.dense[name] for name in self.ema], 1.0 - decay
+            )
+
+
+def dense_optimizer(spec: TrainSpec, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Adam:
+    """Adam over the dense parameters, in groups of equal rate and decay.
+
+    Args:
+        spec: the recipe's section.
+        parameters: qualified name -> parameter.
+
+    Raises:
+        ConfigError: a prefix of ``lr_factors`` that no parameter has.
+    """
+    used: set[str] = set()
+    groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
+    for name, parameter in parameters.items():
+        fitting = [p for p in spec.dense.lr_factors if name == p or name.startswith(f"{p}.")]
+        prefix = max(fitting, key=len, default=None)
+        used.update(fitting)
+        factor = 1.0 if prefix is None else spec.dense.lr_factors[prefix]
+        groups.setdefault((factor, parameter.ndim >= 2), []).append(parameter)
+    for prefix in spec.dense.lr_factors:
+        if prefix not in used:
+            heads = {".".join(n.split(".")[:d]) for n in parameters for d in (1, 2)}
+            raise ConfigError(
+                refusal(
+                    "train",
+                    "dense.lr_factors",
+                    must="name the beginning of a dense parameter's name",
+                    got=repr(prefix) + nearest(prefix, heads),
+                    fix="correct or remove it",
+                )
+            )
+    return torch.optim.Adam(
+        [
+            {
+                "params": members,
+                "lr": spec.dense.lr * factor,
+                "weight_decay": spec.dense.weight_decay if decays else 0.0,
+            }
+            for (factor, decays), members in groups.items()
+        ],
+        betas=(spec.dense.beta1, spec.dense.beta2),
+        eps=spec.dense.eps,
+        decoupled_weight_decay=True,
+    )
+
+
+def probabilities(logits_BA: Tensor) -> Tensor:
+    """What all metrics and predictions are made of.
+
+    Args:
+        logits_BA: float32.
+
+    Returns:
+        p_BA, float32: the sigmoid in float64, rounded once.
+    """
+    return torch.sigmoid(logits_BA.double()).float()
+
+
+@contextmanager
+def averaged_weights(model: nn.Module, ema: Mapping[str, Tensor]):  # noqa: ANN201
+    """Put the averaged dense weights into the model for the length of a ``with`` block.
+
+    Args:
+        model: its parameters have the names in ``ema``.
+        ema: name -> average; empty leaves the model as it is.
+    """
+    parameters = dict(model.named_parameters())
+    kept = {name: parameters[name].detach().clone() for name in ema}
+    try:
+        with torch.no_grad():
+            for name, average in ema.items():
+                parameters[name].copy_(average)
+        yield
+    finally:
+        with torch.no_grad():
+            for name, value in kept.items():
+                parameters[name].copy_(value)

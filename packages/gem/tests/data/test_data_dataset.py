@@ -1,0 +1,234 @@
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from gem.data.check import check
+from gem.data.columns import ColumnRequest, part_files, read_columns
+from gem.data.dataset import Dataset, DatasetWriter
+from gem_opkit.errors import ConfigError, DataError
+
+EXAMPLES = [(1, 2, 5, 1.0, None), (2, 3, 5, 0.0, 1.0), (1, 0, 9, None, None)]
+EVENTS = [(1, 2, 1, 2), (1, 3, 2, 1), (2, 0, 3, 0)]
+
+
+def files(folder, *tables, row_group=None):
+    """Parquet files with the given columns, in order."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for place, columns in enumerate(tables):
+        pq.write_table(
+            pa.table(columns), folder / f"part-{place}.parquet", row_group_size=row_group
+        )
+    return part_files(folder)
+
+
+def one(folder, request, *tables, **options):
+    return read_columns(files(folder, *tables, **options), [request])[request.name]
+
+
+def test_columns_are_found_by_name_not_by_position(tmp_path):
+    left = {"a": [1, 2], "b": [3, 4]}
+    right = {"b": [6], "a": [5]}
+    got = read_columns(files(tmp_path, left, right), [ColumnRequest("b", "id")])
+    assert got["b"].values.tolist() == [3, 4, 6]
+
+
+def test_nothing_else_is_decoded(tmp_path):
+    """A column that nobody asks for may hold anything, also what no kind would take."""
+    table = {"a": [1], "junk": [b"\x00\xff"]}
+    assert one(tmp_path, ColumnRequest("a", "id"), table).values.tolist() == [1]
+
+
+def test_unknown_column_names_file_and_nearest(tmp_path):
+    paths = files(tmp_path, {"user_id": [1]})
+    with pytest.raises(DataError, match=r"part-0.parquet must have the column 'user_ids'") as fault:
+        read_columns(paths, [ColumnRequest("user_ids", "id")])
+    assert "did you mean 'user_id'" in str(fault.value)
+
+
+def test_file_without_rows_between_others(tmp_path):
+    empty = {"a": pa.array([], pa.int64())}
+    got = one(tmp_path, ColumnRequest("a", "id"), {"a": [1]}, empty, {"a": [2]})
+    assert got.values.tolist() == [1, 2]
+
+
+def test_only_files_without_rows(tmp_path):
+    empty = {"a": pa.array([], pa.int64()), "l": pa.array([], pa.list_(pa.int64()))}
+    requests = [ColumnRequest("a", "id"), ColumnRequest("l", "ids")]
+    got = read_columns(files(tmp_path, empty), requests)
+    assert got["a"].values.dtype == np.int64
+    assert got["a"].rows == got["l"].rows == 0
+    assert got["l"].offsets.tolist() == [0]
+
+
+def test_last_row_group_may_be_partial(tmp_path):
+    got = one(tmp_path, ColumnRequest("a", "id"), {"a": list(range(10))}, row_group=4)
+    assert got.values.tolist() == list(range(10))
+
+
+def test_nulls_become_the_declared_fill(tmp_path):
+    table = {
+        "id": pa.array([1, None, 3]),
+        "number": pa.array([None, 0.5, float("nan")]),
+        "all": pa.array([None, None, None]),
+        "label": pa.array([1.0, None, 0.0]),
+    }
+    requests = [
+        ColumnRequest("id", "id", 7, 8),
+        ColumnRequest("number", "number", -1.5),
+        ColumnRequest("all", "id", 2),
+        ColumnRequest("label", "label"),
+    ]
+    got = read_columns(files(tmp_path, table), requests)
+    assert got["id"].values.tolist() == [1, 7, 3]
+    assert got["number"].values.tolist() == [-1.5, 0.5, -1.5]
+    assert got["all"].values.tolist() == [2, 2, 2]
+    np.testing.assert_array_equal(got["label"].values, [1, np.nan, 0])
+    assert [got[name].missing for name in ("id", "number", "all", "label")] == [1, 2, 3, 1]
+
+
+def test_missing_list_is_one_fill_and_an_empty_one_is_none(tmp_path):
+    table = {"l": pa.array([[1, None], None, [], [4]], pa.list_(pa.int64()))}
+    got = one(tmp_path, ColumnRequest("l", "ids", 9, 10), table, table)
+    assert got.values.tolist() == [1, 9, 9, 4] * 2
+    assert got.offsets.tolist() == [0, 2, 3, 3, 4, 6, 7, 7, 8]
+    assert got.missing == 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "options", "message"),
+    [
+        ("id", [0, 0, 0, 0, 5, 2], {"rows": 5}, r"in row 4 must lie in 0 .. 4; got 5"),
+        ("id", [0, 0, 0, 0, -1, 2], {"rows": 5}, r"in row 4 must lie in 0 .. 4; got -1"),
+        ("id", [0, 0, 0, 0, 1, None], {}, r"in row 5 must not be null"),
+        ("time", [0, 0, 0, 1, None, 3], {}, r"in row 4 must not be null"),
+        ("number", [0, 0, 0, 1, 2, float("inf")], {"fill": 0}, r"in row 5 must be finite; got inf"),
+        ("label", [0, 0, 0, 0.0, 1.5, 1.0], {}, r"in row 4 must lie in \[0, 1\]; got 1.5"),
+        ("weight", [0, 0, 0, 0.0, 1.0, -0.5], {}, r"in row 5 must be finite and at least 0"),
+        ("ids", [[], [], [], [1], [2, 9], []], {"rows": 9}, r"in row 4 must lie in 0 .. 8; got 9"),
+        ("id", [0.5, 1.0, 2.0], {}, r"must hold integers; got double"),
+        ("id", ["a", "b", "c"], {}, r"must hold integers; got string"),
+        ("number", ["1", "2", "3"], {"fill": 0}, r"must hold numbers; got string"),
+        ("ids", [1, 2, 3], {"rows": 9}, r"must hold lists of integers; got int64"),
+    ],
+)
+def test_bad_value_is_named_with_file_and_row(tmp_path, kind, values, options, message):
+    """Rows are counted over the row groups of the file, which are of three rows here."""
+    request = ColumnRequest("x", kind, **options)
+    with pytest.raises(DataError, match=r"part-0.parquet: column 'x' " + message):
+        one(tmp_path, request, {"x": pa.array(values)}, row_group=3)
+
+
+def test_unsigned_ids_beyond_int64_are_refused(tmp_path):
+    values = pa.array([1, 2**63], pa.uint64())
+    with pytest.raises(DataError, match=f"in row 1 must fit in int64; got {2**63}"):
+        one(tmp_path, ColumnRequest("x", "id"), {"x": values})
+
+
+def test_cut_off_file_is_named(tmp_path):
+    (path,) = files(tmp_path, {"a": list(range(100))})
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(DataError, match=r"part-0.parquet must be a whole Parquet file"):
+        read_columns([path], [ColumnRequest("a", "id")])
+
+
+def test_data_set_reads_what_was_written(tiny):
+    dataset = Dataset.open(tiny(EXAMPLES, EVENTS))
+    got = dataset.examples(["user_id", "time_ms", "bid", "click", "place"])
+    assert got["user_id"].values.tolist() == [1, 2, 1]
+    assert got["time_ms"].values.tolist() == [5000, 5000, 9000]
+    assert got["bid"].values.tolist() == [7.0, 0.125, 0.25]
+    assert got["place"].values.tolist() == [3, 1, 2]
+    assert dataset.events("views")["feedback"].values.tolist() == [2, 1, 0]
+    assert dataset.entity("item", ["brand"])["brand"].values.tolist() == [0, 1, 2] * 2
+
+
+def test_undeclared_column_is_refused_by_name(tiny):
+    dataset = Dataset.open(tiny(EXAMPLES, EVENTS))
+    with pytest.raises(ConfigError, match="got 'clik'; did you mean 'click'"):
+        dataset.examples(["clik"])
+    with pytest.raises(ConfigError, match=r"stream must be declared .* got 'view'; did you mean"):
+        dataset.events("view")
+    with pytest.raises(ConfigError, match="no entity 'itm'; did you mean 'item'"):
+        dataset.entity("itm")
+
+
+def test_times_of_examples_may_not_fall(tiny):
+    dataset = Dataset.open(tiny([EXAMPLES[2], EXAMPLES[0]], EVENTS))
+    with pytest.raises(DataError, match=r"time_ms must not fall.*got 5000 after 9000 in row 1"):
+        dataset.examples(["time_ms"])
+
+
+def test_key_of_an_entity_is_unique(tiny):
+    items = [(1, [1], 0, 0.0), (1, [2], 0, 0.0)]
+    with pytest.raises(DataError, match="item_id must be unique; got 1 twice"):
+        Dataset.open(tiny(EXAMPLES, EVENTS, items=items)).entity("item")
+
+
+def test_folder_without_data_set(tmp_path):
+    with pytest.raises(DataError, match=r"folder must hold a dataset.toml"):
+        Dataset.open(tmp_path)
+
+
+def test_broken_contract_is_named(tiny):
+    folder = tiny(EXAMPLES, EVENTS)
+    path = folder / "dataset.toml"
+    path.write_text(path.read_text() + "colour = 1\n")
+    with pytest.raises(DataError, match=r"dataset.toml: .*\n.*colour"):
+        Dataset.open(folder)
+
+
+def test_wrong_number_of_rows(tiny):
+    folder = tiny(EXAMPLES, EVENTS)
+    path = folder / "dataset.toml"
+    path.write_text(path.read_text().replace("rows = 3", "rows = 4"))
+    with pytest.raises(DataError, match=r"must have the 4 rows of dataset.toml; got 3"):
+        Dataset.open(folder)
+
+
+def test_part_without_files(tiny):
+    folder = tiny(EXAMPLES, EVENTS)
+    for path in (folder / "events" / "views").glob("*"):
+        path.unlink()
+    with pytest.raises(DataError, match=r"must have Parquet files in .*views; got none"):
+        Dataset.open(folder).events("views")
+
+
+def test_interrupted_writer_leaves_nothing(tmp_path):
+    with pytest.raises(ZeroDivisionError), DatasetWriter(tmp_path / "new") as writer:
+        writer.examples({"a": [1]})
+        raise ZeroDivisionError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_writer_refuses_what_is_there_and_an_unfinished_set(tmp_path):
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "file").write_text("x")
+    with pytest.raises(DataError, match="out must be empty or not there yet"):
+        DatasetWriter(tmp_path / "old").__enter__()
+    with pytest.raises(DataError, match="finish must be called"), DatasetWriter(tmp_path / "new"):
+        pass
+
+
+def test_check_reports_rows_nulls_and_labels(tiny):
+    report = check(tiny(EXAMPLES, EVENTS, train=2))
+    assert report.problems == ()
+    assert [(part.part, part.rows) for part in report.parts] == [
+        ("examples", 3),
+        ("events/views", 3),
+        ("entities/item", 6),
+    ]
+    assert report.parts[0].missing == {"place": 1, "bid": 1, "click": 1, "buy": 2}
+    click = [x for x in report.labels if x.label == "click"]
+    assert [(x.split, x.examples, x.known, x.positives) for x in click] == [
+        ("train", 2, 2, 1.0),
+        ("test", 1, 0, 0.0),
+    ]
+
+
+def test_check_lists_the_fault_of_every_part(tiny):
+    folder = tiny([(1, 99, 5, 1.0, None)], [(1, 77, 1, 2)])
+    problems = check(folder).problems
+    assert len(problems) == 2
+    assert "column 'item_id' in row 0 must lie in 0 .. 5; got 99" in problems[0]
+    assert "column 'item_id' in row 0 must lie in 0 .. 5; got 77" in problems[1]

@@ -1,0 +1,106 @@
+"""The experts: what they compute, and that they are separate."""
+
+from itertools import chain
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gem.model.interaction import ExpertMixture, FactorisationBlock, Summary, TokenLinear
+from gem.model.spec import ExpertsSpec
+from gem.model.structure import expert_parts
+from gem_opkit.errors import ConfigError
+
+WIDTH = 6
+
+
+def mixture(tokens=7, summary_tokens=3, **changes):
+    spec = ExpertsSpec(**{"fm_tokens": 2, "linear_tokens": 3, "rank": 4, **changes})
+    return ExpertMixture(tokens, summary_tokens, width=WIDTH, spec=spec, activation="relu")
+
+
+def test_token_linear_mixes_tokens_only():
+    layer = TokenLinear(4, 2)
+    x_BND = torch.randn(3, 4, WIDTH)
+    want = torch.einsum("mn,bnd->bmd", layer.weight, x_BND)
+    torch.testing.assert_close(layer(x_BND), want)
+
+
+def test_summary_has_its_tokens():
+    summary = Summary(7, 2, width=WIDTH, hidden=5, activation="gelu")
+    assert summary(torch.randn(3, 7, WIDTH)).shape == (3, 2, WIDTH)
+    assert summary(torch.randn(0, 7, WIDTH)).shape == (0, 2, WIDTH)
+
+
+def test_factorisation_of_full_rank_sees_every_pair():
+    tokens = 5
+    spec = ExpertsSpec(fm_tokens=2, rank=tokens, mlp_widths=(8,))
+    block = FactorisationBlock(tokens, WIDTH, spec, activation="relu", dropout=0.0)
+    with torch.no_grad():
+        block.make_y.y.copy_(torch.eye(tokens))
+    x_BND = torch.randn(3, tokens, WIDTH)
+    pairs = torch.stack([x @ x.t() for x in x_BND]).flatten(1)
+    want = block.mlp(torch.nn.functional.layer_norm(pairs, (tokens * tokens,), eps=1e-6))
+    torch.testing.assert_close(block(x_BND).flatten(1), want, rtol=1e-4, atol=1e-5)
+
+
+@given(
+    tokens=st.integers(0, 20),
+    count=st.integers(1, 6),
+    partition=st.sampled_from(["interleaved", "contiguous"]),
+)
+def test_every_token_has_one_expert(tokens, count, partition):
+    parts = expert_parts(tokens, ExpertsSpec(count=count, partition=partition))
+    read = [list(range(tokens)[part]) for part in parts]
+    assert sorted(chain.from_iterable(read)) == list(range(tokens))
+    sizes = [len(part) for part in read]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_partition_all_gives_every_expert_everything():
+    spec = ExpertsSpec(count=3, partition="all")
+    assert [list(range(5)[part]) for part in expert_parts(5, spec)] == [list(range(5))] * 3
+
+
+@pytest.mark.parametrize("partition", ["interleaved", "contiguous", "all"])
+@pytest.mark.parametrize("projection", ["learned", "attentive"])
+def test_mixture_is_the_sum_of_its_experts(partition, projection):
+    layer = mixture(partition=partition, projection=projection, count=3)
+    x_BND, summary_BPD = torch.randn(4, 7, WIDTH), torch.randn(4, 3, WIDTH)
+    total = torch.einsum("mn,bnd->bmd", layer.shortcut.weight, x_BND)
+    for expert, part in zip(layer.experts, layer.parts, strict=True):
+        total = total + expert(torch.cat([x_BND[:, part], summary_BPD], dim=1))
+    want = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-6)
+    out = layer(x_BND, summary_BPD)
+    assert out.shape == (4, layer.tokens, WIDTH)
+    torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
+
+
+def test_expert_reads_its_part_and_the_summary_only():
+    layer = mixture(count=2, partition="contiguous")
+    x_BND = torch.randn(4, 7, WIDTH, requires_grad=True)
+    summary_BPD = torch.randn(4, 3, WIDTH, requires_grad=True)
+    layer.experts[1](layer.inputs(x_BND, summary_BPD)[1]).square().sum().backward()
+    touched = x_BND.grad.abs().sum((0, 2)) > 0
+    assert touched.tolist() == [False] * 3 + [True] * 4
+    assert torch.all(summary_BPD.grad.abs().sum((0, 2)) > 0)
+    assert all(p.grad is None for p in layer.experts[0].parameters())
+
+
+def test_shortcut_is_the_identity_where_counts_agree():
+    layer = mixture(tokens=5)
+    assert layer.tokens == 5
+    assert isinstance(layer.shortcut, torch.nn.Identity)
+    assert mixture(residual=False).shortcut is None
+
+
+def test_mixture_without_summaries_and_without_examples():
+    layer = mixture(summary_tokens=0)
+    assert layer(torch.randn(2, 7, WIDTH), torch.randn(2, 0, WIDTH)).shape == (2, 5, WIDTH)
+    assert layer(torch.randn(0, 7, WIDTH), torch.randn(0, 0, WIDTH)).shape == (0, 5, WIDTH)
+
+
+def test_expert_without_tokens_is_refused():
+    with pytest.raises(ConfigError, match="must be at most the 2 tokens of the layer; got 3"):
+        mixture(tokens=2, summary_tokens=0, count=3)

@@ -1,0 +1,292 @@
+"""The command line, as a person or a script meets it."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gem.cli import main
+from gem.data.prepare import default_folder, prepare
+
+RESULTS = ("steps", "examples", "progressive", "valid", "test")
+
+
+@pytest.fixture
+def gem(monkeypatch, capsys, tmp_path):
+    """Runs a command in this process, in a folder of its own: exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["gem", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        code = ended.value.code
+        return (0 if code is None else code), *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def data(tiny, data_root):
+    spec = tiny().data
+    folder = default_folder(spec, data_root)
+    prepare("synthetic", folder, options=spec.synthetic)
+    return f"data.folder={folder}"
+
+
+def start(*words: object, **options) -> subprocess.Popen:
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", *map(str, words)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, env=env, text=True, **pipes, **options)
+
+
+def wait_for(path: Path, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, f"{path} did not come"
+        time.sleep(0.005)
+
+
+def results(summary):
+    return {key: summary[key] for key in RESULTS}
+
+
+def test_help_answers_without_torch():
+    program = (
+        "import sys; sys.argv = ['gem', '--help']\n"
+        "from gem.cli import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    for command in ("train", "eval", "data", "doctor"):
+        assert command in done.stdout
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_version(gem):
+    from gem import __version__
+
+    assert gem("--version") == (0, f"gem {__version__}\n", "")
+
+
+def test_train_and_eval_agree(gem, tiny_file, data):
+    code, out, err = gem("train", tiny_file, "--set", data, "--out", "run", "--json")
+    assert code == 0, err
+    summary = json.loads(out)
+    assert summary == json.loads(Path("run/summary.json").read_text())
+    for words in ("build model gem", "train 10 steps", "evaluate test", "peak memory"):
+        assert words in err
+    code, out, err = gem("eval", "run", "--json", "--predictions")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["valid"] == summary["valid"]
+    assert found["test"] == summary["test"]
+    assert Path("run/predictions.parquet").exists()
+
+
+def test_the_table_comes_last_and_the_default_folder_has_the_seed(gem, tiny_file, data):
+    code, out, err = gem("train", tiny_file, "--set", data, "--seed", 7)
+    assert (code, err) == (0, "")
+    assert Path("runs/tiny-7/summary.json").exists()
+    last = out[out.index("tiny on synthetic, seed 7") :]
+    assert re.search(r"test +click +all +40 +[\d.]+", last)
+    assert "examples/s" in last
+
+
+def one_line_error(outcome):
+    code, out, err = outcome
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1, err
+    return err
+
+
+def test_user_errors_are_one_line_and_exit_code_2(gem, tiny_file, tmp_path):
+    error = one_line_error(gem("train", tiny_file, "--set", "train.batchsize=3"))
+    assert "unknown key 'train.batchsize'; did you mean 'train.batch_examples'?" in error
+    error = one_line_error(gem("train", "ml100k-tim"))
+    assert "did you mean ml100k-time" in error
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "file").touch()
+    error = one_line_error(gem("train", tiny_file, "--out", "used"))
+    assert "--resume" in error
+    assert "config.toml" in one_line_error(gem("eval", "used"))
+    assert "dataset.toml" in one_line_error(gem("data", "check", "used"))
+    assert "movielens-100k" in one_line_error(gem("data", "prepare", "movielens", "--out", "d"))
+    error = one_line_error(gem("train", tiny_file, "--set", "precision.default=mxfp8"))
+    assert "mxfp8" in error
+
+
+def test_a_wrong_option_is_exit_code_2_with_usage(gem):
+    code, _, err = gem("train", "--bogus")
+    assert code == 2
+    assert "--bogus" in err
+
+
+def test_training_again_needs_resume(gem, tiny_file, data):
+    train = ("train", tiny_file, "--set", data, "--out", "run", "--json")
+    code, first, _ = gem(*train)
+    assert code == 0
+    assert "is not empty" in one_line_error(gem(*train))
+    code, again, _ = gem(*train, "--resume")
+    assert code == 0
+    assert results(json.loads(again)) == results(json.loads(first))
+
+
+def test_killed_and_resumed_equals_unbroken(gem, tiny_file, data, tmp_path):
+    train = ("train", tiny_file, "--set", data, "--json")
+    _, out, _ = gem(*train, "--out", "whole")
+    unbroken = json.loads(out)
+    # With a checkpoint after every step it can be killed anywhere, also while writing one.
+    killed = start("gem", *train, "--out", "broken", "--set", "train.checkpoint_every_steps=1")
+    wait_for(tmp_path / "broken" / "checkpoints" / "step-4", killed)
+    killed.kill()
+    killed.communicate()
+    assert killed.returncode == -signal.SIGKILL
+    assert not (tmp_path / "broken" / "summary.json").exists()
+    code, out, err = gem(*train, "--out", "broken", "--resume")
+    assert code == 0, err
+    assert "continue from broken/checkpoints/step-" in err
+    assert results(json.loads(out)) == results(unbroken)
+
+
+def test_interrupt_ends_after_the_step_and_says_how_to_go_on(gem, tiny_file, data, tmp_path):
+    train = ("train", tiny_file, "--set", data, "--set", "train.passes=4", "--json")
+    _, out, _ = gem(*train, "--out", "whole")
+    unbroken = json.loads(out)
+    stopped = start("gem", *train, "--out", "stopped")
+    wait_for(tmp_path / "stopped" / "checkpoints" / "step-3", stopped)
+    stopped.send_signal(signal.SIGINT)
+    out, err = stopped.communicate(timeout=60)
+    assert (stopped.returncode, out) == (130, ""), err
+    assert "Traceback" not in err
+    step = int(re.search(r"stopped after step (\d+)", err)[1])
+    assert (tmp_path / "stopped" / "checkpoints" / f"step-{step}" / "manifest.json").exists()
+    [command] = re.findall(r"python -m gem (train .*--resume)", err)
+    code, out, err = gem(*shlex.split(command))
+    assert code == 0, err
+    assert results(json.loads(out)) == results(unbroken)
+
+
+def test_two_ranks_reach_what_one_reaches(gem, tiny_file, data):
+    train = ("train", tiny_file, "--set", data, "--set", "model.dropout=0.0", "--json")
+    # 33 does not divide by 2, and the last batch of 23 is smaller.
+    train = (*train, "--set", "train.batch_examples=33", "--set", "train.predictions=true")
+    _, out, _ = gem(*train, "--out", "one")
+    one = json.loads(out)
+    ranks = start(
+        *("torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", "gem"),
+        *(*train, "--out", "two"),
+    )
+    out, err = ranks.communicate(timeout=120)
+    assert ranks.returncode == 0, err
+    two = json.loads(out)
+    assert (two["world_size"], two["examples"], two["steps"]) == (2, 320, 10)
+    assert two["efficiency"]["flops_per_example"] == one["efficiency"]["flops_per_example"]
+    for split in ("progressive", "valid", "test"):
+        for task, found in one[split].items():
+            for key in ("ne", "logloss", "calibration", "auc"):
+                assert two[split][task][key] == pytest.approx(found[key], rel=1e-4), (split, task)
+            for key in ("examples", "positives"):
+                assert two[split][task][key] == found[key]
+    import pyarrow.parquet as pq
+
+    tables = [pq.read_table(f"{name}/predictions.parquet") for name in ("one", "two")]
+    assert tables[0]["row"].to_pylist() == tables[1]["row"].to_pylist()
+    p = [table["p"].to_pylist() for table in tables]
+    assert p[0] == pytest.approx(p[1], abs=1e-4)
+
+
+def test_a_run_of_two_ranks_continues_on_one(gem, tiny_file, data):
+    train = ("train", tiny_file, "--set", data, "--set", "model.dropout=0.0", "--json")
+    _, out, _ = gem(*train, "--out", "one")
+    one = json.loads(out)
+    ranks = start(
+        *("torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", "gem"),
+        *(*train, "--out", "two"),
+    )
+    _, err = ranks.communicate(timeout=120)
+    assert ranks.returncode == 0, err
+    for step in (9, 10):
+        shutil.rmtree(f"two/checkpoints/step-{step}")
+    code, out, err = gem(*train, "--out", "two", "--resume")
+    assert code == 0, err
+    assert "step-6" in err
+    again = json.loads(out)
+    assert again["progressive"]["click"]["examples"] == 320
+    for split in ("progressive", "test"):
+        found, expected = again[split]["click"], one[split]["click"]
+        assert found["ne"] == pytest.approx(expected["ne"], rel=1e-4)
+
+
+def test_data_prepare_and_check(gem, tmp_path):
+    code, out, err = gem("data", "prepare", "synthetic", "--out", "d", "--json")
+    assert (code, json.loads(out)) == (0, {"name": "synthetic", "folder": "d", "examples": 20_000})
+    assert "20,000 examples in d" in err
+    code, out, _ = gem("data", "check", "d")
+    assert code == 0
+    assert "examples: 20,000 rows" in out
+    assert "is sound" in out
+    [file] = (tmp_path / "d" / "events" / "clicks").glob("*.parquet")
+    file.write_bytes(file.read_bytes()[:-8])
+    code, out, _ = gem("data", "check", "d", "--json")
+    assert code == 1
+    assert "clicks" in json.loads(out)["problems"][0]
+
+
+def test_doctor_reports_versions_and_devices(gem):
+    code, out, _ = gem("doctor", "--json")
+    found = json.loads(out)
+    assert code == 0, found["problems"]
+    assert found["problems"] == []
+    import torch
+
+    assert found["packages"]["torch"]["version"] == torch.__version__
+    assert found["packages"]["gem_attention"]["version"] is not None
+    assert found["devices"][0]["name"].startswith("cpu")
+    assert found["memory_bytes"] > 0
+    code, out, _ = gem("doctor")
+    assert code == 0
+    assert "gem train synthetic-debug will run" in out
+
+
+def test_doctor_says_what_is_missing_and_what_to_do(gem, monkeypatch):
+    import importlib.util
+
+    found = importlib.util.find_spec
+    missing = {"pyarrow", "torchrec"}
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name in missing else found(name, *a)
+    )
+    code, out, _ = gem("doctor", "--json")
+    assert code == 1
+    [problem] = json.loads(out)["problems"]  # torchrec is optional
+    assert problem.endswith("pip install pyarrow")
+
+
+def test_doctor_knows_which_fbgemm_goes_with_torch():
+    from gem.doctor import _check_torch
+
+    packages = {"torch": {"version": "2.13.0+cpu"}, "fbgemm_gpu": {"version": "1.9.0"}}
+    problems: list[str] = []
+    _check_torch(packages, problems)
+    assert problems == [
+        "fbgemm-gpu is 1.9.0, and torch 2.13.0+cpu needs 1.8.*; install torchrec as the README of "
+        "gem-embeddings says"
+    ]
+    packages = {"torch": {"version": "2.10.1"}, "fbgemm_gpu": {"version": None}}
+    problems.clear()
+    _check_torch(packages, problems)
+    assert problems == ["torch is 2.10.1; 2.11 or newer is needed: pip install -U torch"]

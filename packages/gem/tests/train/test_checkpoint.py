@@ -1,0 +1,224 @@
+"""Checkpoints: complete or not there, whole on any number of ranks, refused where they differ."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from gem.train import checkpoint
+from gem.train.checkpoint import (
+    TrainState,
+    check_continues,
+    latest_complete,
+    load_checkpoint,
+    read_manifest,
+    save_checkpoint,
+)
+from gem.train.metrics import MetricStream
+from gem_opkit.errors import ConfigError, DataError
+from gem_parallel.launch import World
+from gem_parallel.testing import run_ranks
+
+
+def make_state(seed: int, *, steps: int = 0) -> TrainState:
+    """A toy of two optimizers, after some steps."""
+    torch.manual_seed(seed)
+    model = nn.ModuleDict({"dense": nn.Linear(3, 2), "table": nn.Embedding(5, 3)})
+    model.register_buffer("counts", torch.tensor([seed, 2**40 + seed]))
+    optimizers = {
+        "dense": torch.optim.Adam(model["dense"].parameters(), lr=0.1),
+        "tables": torch.optim.Adagrad(model["table"].parameters(), lr=0.1),
+    }
+    metrics = MetricStream(["click"], ["all"], window_blocks=2)
+    for _ in range(steps):
+        ids = torch.randint(5, (4,))
+        loss = model["dense"](model["table"](ids)).square().sum()
+        for optimizer in optimizers.values():
+            optimizer.zero_grad()
+        loss.backward()
+        for optimizer in optimizers.values():
+            optimizer.step()
+        rows = np.random.default_rng(seed).uniform(size=(6, 1)).astype(np.float32)
+        zeros = np.zeros(6, np.int64)
+        metrics.current.update(rows, np.round(rows), np.ones((6, 1), bool), zeros, zeros + seed)
+        metrics.close(metrics.current)
+    metrics.current.update(
+        rows, np.round(rows), np.ones((6, 1), bool), zeros, zeros
+    ) if steps else 0
+    ema = {name: p.detach() + 1 for name, p in model.named_parameters() if "dense" in name}
+    return TrainState(model, optimizers, ema, metrics, steps, 10 * steps, {"flops": 3.0 * steps})
+
+
+def contents(state: TrainState):
+    """Everything in a state, in a form that == compares."""
+    return {
+        "model": {k: v.tolist() for k, v in state.model.state_dict().items()},
+        "optimizers": {
+            name: [
+                {key: torch.as_tensor(value).tolist() for key, value in entry.items()}
+                for entry in optimizer.state_dict()["state"].values()
+            ]
+            for name, optimizer in state.optimizers.items()
+        },
+        "ema": {k: v.tolist() for k, v in state.ema.items()},
+        "metrics": [
+            block.report()
+            for block in (state.metrics.lifetime, state.metrics.current, *state.metrics.recent)
+        ],
+        "scalars": (state.step, state.examples, state.counters),
+    }
+
+
+def save(folder, state, config, world=None, **changes):
+    settings = {"dataset": "d1", "keep": 3, "current": state.metrics.current, **changes}
+    return save_checkpoint(folder, state, config, world or World(), **settings)
+
+
+def test_everything_comes_back(tiny, tmp_path):
+    state = make_state(1, steps=3)
+    expected = contents(state)
+    folder = save(tmp_path, state, tiny())
+    drawn = torch.rand(4)
+    other = make_state(2, steps=1)
+    assert contents(other) != expected
+    load_checkpoint(folder, other, World())
+    assert contents(other) == expected
+    assert torch.equal(torch.rand(4), drawn)  # the random numbers go on where they were
+
+
+def test_training_goes_on_as_if_nothing_had_happened(tiny, tmp_path):
+    whole = make_state(1, steps=5)
+    part = make_state(1, steps=2)
+    folder = save(tmp_path, part, tiny())
+    resumed = make_state(9)
+    load_checkpoint(folder, resumed, World())
+    for state in (resumed,):
+        for _ in range(3):
+            ids = torch.randint(5, (4,))
+            loss = state.model["dense"](state.model["table"](ids)).square().sum()
+            for optimizer in state.optimizers.values():
+                optimizer.zero_grad()
+            loss.backward()
+            for optimizer in state.optimizers.values():
+                optimizer.step()
+    for kind in ("model", "optimizers"):
+        assert contents(resumed)[kind] == contents(whole)[kind]
+
+
+DAMAGE = {
+    "no metadata": lambda folder: (folder / ".metadata").unlink(),
+    "no manifest": lambda folder: (folder / "manifest.json").unlink(),
+    "manifest cut short": lambda folder: (folder / "manifest.json").write_text('{"files": {'),
+    "data cut short": lambda folder: truncate(next(folder.glob("*.distcp"))),
+    "data missing": lambda folder: next(folder.glob("*.distcp")).unlink(),
+    "empty": lambda folder: (shutil.rmtree(folder), folder.mkdir()),
+}
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_checkpoint_is_passed_over(tiny, tmp_path, damage):
+    for step in (2, 3):
+        save(tmp_path, make_state(1, steps=step), tiny())
+    assert latest_complete(tmp_path).name == "step-3"
+    DAMAGE[damage](tmp_path / "step-3")
+    assert latest_complete(tmp_path).name == "step-2"
+    with pytest.raises(DataError, match="must be complete"):
+        read_manifest(tmp_path / "step-3")
+
+
+@pytest.mark.parametrize("moment", ["while saving", "before the rename"])
+def test_a_save_that_dies_leaves_the_previous_checkpoint(tiny, tmp_path, monkeypatch, moment):
+    save(tmp_path, make_state(1, steps=2), tiny())
+
+    def die(*_, **__):
+        (next(tmp_path.glob("partial-*")) / "half.distcp").write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    if moment == "while saving":
+        monkeypatch.setattr(checkpoint.dcp, "save", die)
+    else:
+        monkeypatch.setattr(checkpoint.json, "dumps", die)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path, make_state(1, steps=3), tiny())
+    monkeypatch.undo()
+    assert latest_complete(tmp_path).name == "step-2"
+    save(tmp_path, make_state(1, steps=4), tiny())
+    assert latest_complete(tmp_path).name == "step-4"
+    assert {path.name for path in tmp_path.iterdir()} == {"step-2", "step-4"}
+
+
+def test_the_newest_by_number_is_chosen_not_by_name(tiny, tmp_path):
+    for step in (9, 10):
+        save(tmp_path, make_state(1, steps=step), tiny())
+    assert latest_complete(tmp_path).name == "step-10"
+    assert latest_complete(tmp_path / "nowhere") is None
+
+
+def test_differing_keys_and_data_are_named(tiny, tmp_path):
+    manifest = read_manifest(save(tmp_path, make_state(1, steps=1), tiny()))
+    check_continues(manifest, tiny("train.keep_checkpoints=1"), "d1")
+    with pytest.raises(ConfigError, match=r"seed: 2 here, 1 there; train\.tables\.lr: 0\.5 here"):
+        check_continues(manifest, tiny("train.tables.lr=0.5", seed=2), "d1")
+    with pytest.raises(DataError, match=r"the one that the run began with \(d1\); got d2"):
+        check_continues(manifest, tiny(), "d2")
+
+
+def test_another_model_is_refused_by_name(tiny, tmp_path):
+    folder = save(tmp_path, make_state(1, steps=1), tiny())
+    other = make_state(1)
+    other.model.register_buffer("extra", torch.zeros(1))
+    with pytest.raises(DataError, match=r"missing \['model/extra'\]"):
+        load_checkpoint(folder, other, World())
+
+
+def test_another_format_is_refused(tiny, tmp_path):
+    folder = save(tmp_path, make_state(1, steps=1), tiny())
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "format": 99}))
+    with pytest.raises(DataError, match="format must be 1; got 99"):
+        read_manifest(folder)
+
+
+def save_on_rank(world, folder, config):
+    state = make_state(1, steps=2)
+    torch.manual_seed(world.rank)  # every rank draws numbers of its own
+    save(folder, state, config, world)
+    return torch.rand(2).tolist()
+
+
+def load_on_rank(world, folder):
+    state = make_state(5, steps=1)
+    load_checkpoint(folder, state, world)
+    found = contents(state)
+    found["current"] = found["metrics"].pop(1)
+    return found, torch.rand(2).tolist()
+
+
+def test_two_ranks_save_and_other_numbers_of_ranks_load(tiny, tmp_path):
+    drawn = run_ranks(save_on_rank, 2, tmp_path, tiny())
+    expected = contents(make_state(1, steps=2))
+    current = expected["metrics"].pop(1)
+    empty = contents(make_state(1))["metrics"][1]
+    counters = expected["scalars"]
+    for world_size in (1, 2, 3, 4):
+        ranks = (
+            [load_on_rank(World(), tmp_path / "step-2")]
+            if world_size == 1
+            else run_ranks(load_on_rank, world_size, tmp_path / "step-2")
+        )
+        for rank, (found, _) in enumerate(ranks):
+            # The sums that the ranks add up later are kept by one of them.
+            assert found.pop("current") == (current if rank == 0 else empty)
+            step, examples, own = found.pop("scalars")
+            assert (step, examples) == counters[:2]
+            assert own == (counters[2] if rank == 0 else {})
+            assert found == {k: v for k, v in expected.items() if k != "scalars"}
+        if world_size == 2:
+            assert [numbers for _, numbers in ranks] == drawn
