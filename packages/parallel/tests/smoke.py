@@ -1,6 +1,7 @@
 """Run with nothing but this package's wheels installed: plan, wrap and train one step."""
 
 import torch
+
 from gem_parallel.contract import ParallelPlan
 from gem_parallel.dense import data_parallel, loss_scale
 from gem_parallel.launch import process_group

@@ -5,14 +5,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
 from gem_opkit.contract import contract_json
 from gem_opkit.errors import ConfigError
 from gem_parallel import contract
 from gem_parallel.contract import LinkTier, ParallelPlan, Topology
 from gem_parallel.topology import PRESETS, axis_tiers, preset
-from hypothesis import given
-from hypothesis import strategies as st
-from pydantic import ValidationError
 
 NVLINK = LinkTier(name="nvlink", gbytes_per_s=450, latency_us=5)
 ROCE = LinkTier(name="roce", gbytes_per_s=50, latency_us=20)

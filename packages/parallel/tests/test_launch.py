@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from gem_opkit.errors import ConfigError
 from gem_parallel.launch import World, process_group
 

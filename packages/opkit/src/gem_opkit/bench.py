@@ -117,7 +117,7 @@ def time_call(
             began = time.perf_counter()
             run()
             times_ms.append(1e3 * (time.perf_counter() - began))
-    fifths = statistics.quantiles(times_ms, n=5)
+    fifths = statistics.quantiles(times_ms, n=5, method="inclusive")
     return Timing(statistics.median(times_ms), fifths[0], fifths[3], calls)
 
 

@@ -145,11 +145,6 @@ MARKERS: dict[str, Marker] = {
         lambda: bool(os.environ.get("GEM_KUAIRAND")),
         "deselect",
     ),
-    "movielens": Marker(
-        "needs the MovieLens-100K files; GEM_MOVIELENS names their folder",
-        lambda: bool(os.environ.get("GEM_MOVIELENS")),
-        "deselect",
-    ),
     "torchrec": Marker("needs torchrec", lambda: _installed("torchrec"), "deselect"),
 }
 

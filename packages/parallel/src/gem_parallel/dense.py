@@ -55,7 +55,7 @@ def data_parallel(
             "that are not; pass the module's own parameters"
         )
     broadcast_tensors([*module.parameters(), *module.buffers()], world)
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(  # noqa: SLF001
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
         module, [names[id(parameter)] for parameter in ignored]
     )
     return DistributedDataParallel(module, broadcast_buffers=False, gradient_as_bucket_view=True)

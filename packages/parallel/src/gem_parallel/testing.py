@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -85,10 +85,10 @@ def run_ranks(
     missing = sorted(set(range(world_size)) - set(answers))
     if missing:
         raise TimeoutError(f"no result from ranks {missing}: dead, or silent for {timeout_s:.0f} s")
-    return [pickle.loads(answers[rank][1]) for rank in range(world_size)]  # noqa: S301 - our own
+    return [pickle.loads(answers[rank][1]) for rank in range(world_size)]
 
 
-def _end(ranks: list[BaseProcess], *, wait_s: float) -> None:
+def _end(ranks: Sequence[BaseProcess], *, wait_s: float) -> None:
     for process in ranks:
         process.join(wait_s)
         if process.is_alive():
@@ -101,7 +101,7 @@ def _run_rank(
     name: str,
     world: World,
     store: str,
-    results: Any,  # noqa: ANN401 - a multiprocessing queue has no public type
+    results: Any,
     args: tuple[object, ...],
 ) -> None:
     torch.set_num_threads(1)

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 import torch
+from torch import nn
+
 from gem_opkit.errors import ConfigError, UnsupportedError
 from gem_parallel.collectives import all_gather_rows, all_reduce_sum, barrier, broadcast_tensors
 from gem_parallel.contract import ParallelPlan
@@ -13,7 +15,6 @@ from gem_parallel.dense import data_parallel, loss_scale
 from gem_parallel.launch import World
 from gem_parallel.mesh import plan_mesh
 from gem_parallel.testing import run_ranks
-from torch import nn
 
 # Examples of each rank: unequal, and none at all on one of them.
 PARTS = {2: [(0, 5), (5, 8)], 4: [(0, 3), (3, 3), (3, 7), (7, 8)]}
@@ -130,7 +131,7 @@ def test_a_failing_rank_is_reported_with_its_traceback():
 
 def wait_for_ever(world: World) -> None:
     if world.rank == 1:
-        import time  # noqa: PLC0415
+        import time
 
         time.sleep(60)
 
