@@ -21,9 +21,10 @@ import pyarrow.parquet as pq
 from rich.console import Console
 
 from gem.config import load_recipe
-from gem.train.loop import PREDICTIONS_FILE, train
+from gem.train.loop import train
 from gem.train.normalized_entropy import CLIP, binary_entropy
 from gem.train.progress import Display
+from gem.train.run import PREDICTIONS_FILE
 from gem_opkit.bench import provenance, write_rows
 
 RESULTS = Path(__file__).resolve().parents[3] / "results" / "cpu" / "quality.jsonl"

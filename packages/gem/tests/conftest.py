@@ -1,10 +1,18 @@
 """A recipe that trains the full model in about a second, and its data set."""
 
+import multiprocessing
+
 import numpy as np
 import pytest
 import torch
 
+import gem_parallel.testing  # noqa: F401 - sets up the fork server that the ranks come from
 from gem.config import RunConfig, parse_recipe
+
+# Loaded once by that server in place of once a rank. Nothing here starts threads.
+multiprocessing.get_context("forkserver").set_forkserver_preload(
+    ["torch", "torch.distributed", "gem.train.checkpoint", "gem.train.step"]
+)
 
 TINY = """
 name = "tiny"

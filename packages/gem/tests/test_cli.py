@@ -163,7 +163,7 @@ def test_killed_and_resumed_equals_unbroken(gem, tiny_file, data, tmp_path):
 
 
 def test_interrupt_ends_after_the_step_and_says_how_to_go_on(gem, tiny_file, data, tmp_path):
-    train = ("train", tiny_file, "--set", data, "--set", "train.passes=4", "--json")
+    train = ("train", tiny_file, "--set", data, "--set", "train.passes=3", "--json")
     _, out, _ = gem(*train, "--out", "whole")
     unbroken = json.loads(out)
     stopped = start("gem", *train, "--out", "stopped")
@@ -180,7 +180,7 @@ def test_interrupt_ends_after_the_step_and_says_how_to_go_on(gem, tiny_file, dat
     assert results(json.loads(out)) == results(unbroken)
 
 
-def test_two_ranks_reach_what_one_reaches(gem, tiny_file, data):
+def test_two_ranks_reach_what_one_reaches_and_one_continues_them(gem, tiny_file, data):
     train = ("train", tiny_file, "--set", data, "--set", "model.dropout=0.0", "--json")
     # 33 does not divide by 2, and the last batch of 23 is smaller.
     train = (*train, "--set", "train.batch_examples=33", "--set", "train.predictions=true")
@@ -194,7 +194,9 @@ def test_two_ranks_reach_what_one_reaches(gem, tiny_file, data):
     assert ranks.returncode == 0, err
     two = json.loads(out)
     assert (two["world_size"], two["examples"], two["steps"]) == (2, 320, 10)
-    assert two["efficiency"]["flops_per_example"] == one["efficiency"]["flops_per_example"]
+    # What is done once a batch is done once a rank.
+    flops = [run["efficiency"]["flops_per_example"] for run in (one, two)]
+    assert flops[0] <= flops[1] < 1.01 * flops[0]
     for split in ("progressive", "valid", "test"):
         for task, found in one[split].items():
             for key in ("ne", "logloss", "calibration", "auc"):
@@ -208,26 +210,16 @@ def test_two_ranks_reach_what_one_reaches(gem, tiny_file, data):
     p = [table["p"].to_pylist() for table in tables]
     assert p[0] == pytest.approx(p[1], abs=1e-4)
 
-
-def test_a_run_of_two_ranks_continues_on_one(gem, tiny_file, data):
-    train = ("train", tiny_file, "--set", data, "--set", "model.dropout=0.0", "--json")
-    _, out, _ = gem(*train, "--out", "one")
-    one = json.loads(out)
-    ranks = start(
-        *("torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", "gem"),
-        *(*train, "--out", "two"),
-    )
-    _, err = ranks.communicate(timeout=120)
-    assert ranks.returncode == 0, err
     for step in (9, 10):
         shutil.rmtree(f"two/checkpoints/step-{step}")
     code, out, err = gem(*train, "--out", "two", "--resume")
     assert code == 0, err
-    assert "step-6" in err
-    again = json.loads(out)
-    assert again["progressive"]["click"]["examples"] == 320
+    assert "continue from two/checkpoints/step-6" in err
+    mixed = json.loads(out)
+    assert (mixed["world_size"], mixed["examples"]) == (1, 320)
     for split in ("progressive", "test"):
-        found, expected = again[split]["click"], one[split]["click"]
+        found, expected = mixed[split]["click"], one[split]["click"]
+        assert found["examples"] == expected["examples"]
         assert found["ne"] == pytest.approx(expected["ne"], rel=1e-4)
 
 

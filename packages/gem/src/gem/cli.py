@@ -134,7 +134,7 @@ def evaluate_run(
     as_json: _Json = False,
 ) -> None:
     """Evaluate the newest checkpoint of a run on the valid and test rows."""
-    from gem.train.loop import evaluate_folder
+    from gem.train.held_out import evaluate_folder
     from gem.train.progress import Display
 
     display = Display(_console(as_json=as_json))
@@ -217,7 +217,20 @@ def doctor(*, as_json: _Json = False) -> None:
 
 
 def main() -> None:
-    """Run the command line of this process."""
+    """Run the command line of this process. Ends it."""
+    try:
+        _run()
+    except SystemExit as ending:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and isinstance(ending.code, int | None):
+            # One of several ranks: everything is written and closed by now, and the usual way out
+            # can hang or abort in the destructors of the process group's threads.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(ending.code or 0)
+        raise
+
+
+def _run() -> None:
     from pydantic import ValidationError
 
     try:

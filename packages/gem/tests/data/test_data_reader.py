@@ -315,7 +315,11 @@ def test_running_scale_takes_all_numbers_of_the_examples(tiny, logs, statistics)
     folder = tiny(*logs(7), train=30)
     plain, scaled, halved = (
         reader(folder, size, statistics=statistics, running_scale=scale)
-        for size, scale in ((40, None), (40, {"prior_rows": 1, "limit": 50}), (7, {"prior_rows": 1, "limit": 50}))
+        for size, scale in (
+            (40, None),
+            (40, {"prior_rows": 1, "limit": 50}),
+            (7, {"prior_rows": 1, "limit": 50}),
+        )
     )
     assert scaled.schema == plain.schema
     (before,), (after,) = plain.batches("train"), scaled.batches("train")

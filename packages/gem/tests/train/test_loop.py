@@ -13,9 +13,11 @@ from sklearn.metrics import log_loss, roc_auc_score
 
 from gem.train import loop
 from gem.train.checkpoint import latest_complete, read_manifest
+from gem.train.held_out import evaluate_folder
 from gem.train.interrupt import Interrupted
-from gem.train.loop import CHECKPOINTS, evaluate_folder, train
+from gem.train.loop import train
 from gem.train.normalized_entropy import binary_entropy
+from gem.train.run import CHECKPOINTS
 from gem.train.run_log import METRICS_FILE
 from gem_opkit.errors import ConfigError, DataError
 

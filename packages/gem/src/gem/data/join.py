@@ -35,17 +35,15 @@ class EventIndex:
         order: row in the files of each event in index order, int64; None where the files have
             that order already, which saves a copy of every column.
         times: times in index order, int64.
+
+    Args:
+        users: user of each event, int64, in file order.
+        times: time of each event in ms, int64, in file order.
+
+    Cost: one stable sort; none where the files are sorted by user and time.
     """
 
     def __init__(self, users: np.ndarray, times: np.ndarray) -> None:
-        """Index a stream.
-
-        Args:
-            users: user of each event, int64, in file order.
-            times: time of each event in ms, int64, in file order.
-
-        Cost: one stable sort; none where the files are sorted by user and time.
-        """
         later = users[1:] > users[:-1]
         same = users[1:] == users[:-1]
         if bool(np.all(later | (same & (times[1:] >= times[:-1])))):

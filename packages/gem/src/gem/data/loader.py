@@ -21,18 +21,16 @@ class Prefetcher(Generic[Batch]):
 
     Attributes:
         waited_s: seconds that the reading loop has waited for batches so far.
+
+    Args:
+        batches: what is read ahead; used by the thread alone from now on.
+        depth: how many batches may lie ready, > 0.
+
+    Raises:
+        ConfigError: a depth below 1.
     """
 
     def __init__(self, batches: Iterable[Batch], *, depth: int = 8) -> None:
-        """Start the thread.
-
-        Args:
-            batches: what is read ahead; used by the thread alone from now on.
-            depth: how many batches may lie ready, > 0.
-
-        Raises:
-            ConfigError: a depth below 1.
-        """
         if depth < 1:
             raise ConfigError(
                 refusal("Prefetcher", "depth", must="be > 0", got=depth, fix="raise it")

@@ -69,19 +69,17 @@ class StatisticState:
     Attributes:
         example_names: of the row columns, in the order of their declarations.
         event_names: of the event columns, per stream.
+
+    Args:
+        sources: of the data set and the recipe.
+        plain: continuous inputs that come before the statistics, where a running scale has to
+            see them too.
+
+    Raises:
+        ConfigError: a declaration names something that is not there or does not fit.
     """
 
     def __init__(self, sources: Sources, plain: tuple[str, ...] = ()) -> None:
-        """Resolve the declarations on an empty state.
-
-        Args:
-            sources: of the data set and the recipe.
-            plain: continuous inputs that come before the statistics, where a running scale has to
-                see them too.
-
-        Raises:
-            ConfigError: a declaration names something that is not there or does not fit.
-        """
         self._sources = sources
         self._counters: dict[tuple[tuple[str, ...], str, int], Counter] = {}
         self._rates: dict[str, Rate] = {}

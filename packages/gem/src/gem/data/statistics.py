@@ -41,6 +41,15 @@ class StatisticsEngine:
 
     Attributes:
         example_names: columns of `StatisticsBlock.numbers`, in order.
+
+    Args:
+        sources: of the data set and the recipe.
+        train: first and end row of the training split; only these rows add.
+        plain: continuous inputs that come before the statistics, for a running scale.
+        block_rows: about how many rows are computed together, > 0. Changes no value.
+
+    Raises:
+        ConfigError: a declaration names something that is not there or does not fit.
     """
 
     def __init__(
@@ -51,17 +60,6 @@ class StatisticsEngine:
         plain: tuple[str, ...] = (),
         block_rows: int = BLOCK_ROWS,
     ) -> None:
-        """Resolve the declarations.
-
-        Args:
-            sources: of the data set and the recipe.
-            train: first and end row of the training split; only these rows add.
-            plain: continuous inputs that come before the statistics, for a running scale.
-            block_rows: about how many rows are computed together, > 0. Changes no value.
-
-        Raises:
-            ConfigError: a declaration names something that is not there or does not fit.
-        """
         self._sources, self._train, self._block_rows = sources, train, block_rows
         self._plain = plain
         # A block begins behind the last training row, so that later splits need no replay.

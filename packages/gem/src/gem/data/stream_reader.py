@@ -37,19 +37,17 @@ class StreamReader:
 
     Attributes:
         schema: its fields, in batch order.
+
+    Args:
+        sources: of the data set.
+        name: of the stream.
+        read: how it is read.
+        statistics: names of the per-event statistics, the last columns of its numbers.
     """
 
     def __init__(
         self, sources: Sources, name: str, read: StreamRead, statistics: tuple[str, ...]
     ) -> None:
-        """Resolve the fields of a stream.
-
-        Args:
-            sources: of the data set.
-            name: of the stream.
-            read: how it is read.
-            statistics: names of the per-event statistics, the last columns of its numbers.
-        """
         self._sources = sources
         self._source = sources.stream(name)
         self._max_events = read.max_events

@@ -23,18 +23,6 @@ def peak_memory_bytes(device: torch.device) -> int:
     return int(peak if sys.platform == "darwin" else peak * 1024)
 
 
-def device_name(device: torch.device) -> str:
-    """What a reader of a result needs to know of a device.
-
-    Args:
-        device: of this rank.
-
-    Returns:
-        torch's name of a GPU; ``cpu`` otherwise.
-    """
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
 def throughput(
     *, examples: int, tokens: int, seconds: float, step_ms: float | None, data_wait_s: float
 ) -> dict[str, float | None]:

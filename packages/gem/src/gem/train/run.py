@@ -1,0 +1,312 @@
+"""What the parts of a run share, and how it is set up: folder, data, model, checkpoint."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gem.config import RunConfig, parse_recipe
+from gem.data.batch import ExampleBatch
+from gem.data.loader import Prefetcher
+from gem.data.prepare import default_folder, prepare
+from gem.data.reader import Reader, open_reader
+from gem.model.build import build_model
+from gem.train.checkpoint import (
+    TrainState,
+    check_continues,
+    latest_complete,
+    load_checkpoint,
+    read_manifest,
+)
+from gem.train.clock import StepClock
+from gem.train.fingerprint import dataset_fingerprint
+from gem.train.metrics import MetricStream
+from gem.train.progress import Display
+from gem.train.spec import RESUMABLE_KEYS, TrainSpec
+from gem.train.step import Scored, TrainStep
+from gem_opkit.errors import ConfigError, refusal
+from gem_parallel.collectives import all_reduce_sum, barrier
+from gem_parallel.launch import World
+from gem_precision.layers import apply_recipe
+
+CONFIG_FILE = "config.toml"
+CHECKPOINTS = "checkpoints"
+PREDICTIONS_FILE = "predictions.parquet"
+DATA_ROOT = Path("runs/data")
+# Keeps process groups until the process ends. The destructor of a gloo group joins its threads
+# while it holds the interpreter's lock, and a thread that is still dropping the tensor of the last
+# collective waits for that lock: a deadlock at the end of one run in a few.
+_groups_in_use: list[Any] = []
+
+
+@dataclass
+class Run:
+    """What the parts of a run share.
+
+    Attributes:
+        config: all settings.
+        folder: where its files go.
+        world: the ranks.
+        display: shows the progress, on the first rank.
+        reader: of the data set.
+        dataset: fingerprint of the data set.
+        step: the model with its optimizers.
+        state: what a checkpoint holds.
+        clock: where the time goes.
+        total_steps: steps of the whole run.
+        pending: number, batch and outcome of the steps that the metrics do not hold yet.
+        examples_here: examples trained on by this process and its peers since they started.
+        tokens_here: their history events.
+    """
+
+    config: RunConfig
+    folder: Path
+    world: World
+    display: Display
+    reader: Reader
+    dataset: str
+    step: TrainStep
+    state: TrainState
+    clock: StepClock
+    total_steps: int
+    pending: list[tuple[int, ExampleBatch, Scored]] = field(default_factory=list)
+    examples_here: int = 0
+    tokens_here: int = 0
+
+    @property
+    def spec(self) -> TrainSpec:
+        """The recipe's ``[train]`` section."""
+        return self.config.train
+
+
+@contextmanager
+def torch_settings(spec: TrainSpec) -> Iterator[None]:
+    """Set threads and determinism for the length of a run; afterwards they are as they were.
+
+    Args:
+        spec: the recipe's ``[train]`` section.
+    """
+    threads, strict = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    filling = torch.utils.deterministic.fill_uninitialized_memory
+    if spec.threads is not None:
+        torch.set_num_threads(spec.threads)
+    torch.use_deterministic_algorithms(spec.deterministic)
+    # Filling is for finding bugs and costs a write of every buffer; nothing here reads unwritten
+    # memory, which the tests of the operators show.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(strict)
+        torch.utils.deterministic.fill_uninitialized_memory = filling
+
+
+def claim_folder(config: RunConfig, folder: Path, world: World, *, resume: bool) -> None:
+    """Make the run's folder, or check that it is of an equal run.
+
+    Args:
+        config: the run.
+        folder: its folder.
+        world: the ranks; the first one writes.
+        resume: whether the folder may hold that run already.
+
+    Raises:
+        ConfigError: the folder is in use, or the run in it has other settings; names each key.
+    """
+    path = folder / CONFIG_FILE
+    if not resume and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(
+            refusal(
+                "gem train",
+                "--out",
+                must="be a new or an empty folder",
+                got=f"{folder}, which is not empty",
+                fix="continue that run with --resume, or choose another --out",
+            )
+        )
+    if resume and path.exists():
+        before = parse_recipe(path.read_text(encoding="utf-8"), name="run", origin=str(path))
+        keys = config.differences(before, ignored=RESUMABLE_KEYS)
+        if keys:
+            raise ConfigError(
+                refusal(
+                    "gem train --resume",
+                    "config",
+                    must=f"equal {path}",
+                    got="; ".join(keys),
+                    fix="use the same recipe and settings, or another --out",
+                )
+            )
+    barrier(world)  # every rank has looked before the first one writes
+    if world.is_first:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(config.to_toml(), encoding="utf-8")
+
+
+def data_folder(config: RunConfig, world: World, display: Display, data_root: Path) -> Path:
+    """Where the run's data set lies; makes it first if it is not there.
+
+    Args:
+        config: the run.
+        world: the ranks; the first one makes the data set, the others wait.
+        display: says so.
+        data_root: folder of all data sets.
+
+    Raises:
+        DataError: the config names a folder without a data set, or its raw files are wrong.
+    """
+    folder = default_folder(config.data, data_root)
+    if world.is_first:
+        there = folder.exists()
+        display.stage(f"{'read' if there else 'prepare'} data set {config.data.dataset}: {folder}")
+        spec = prepare(
+            config.data.dataset,
+            folder,
+            source=config.data.source,
+            options=config.data.synthetic,
+        )
+        if spec.terms and not there:
+            display.stage(spec.terms)
+        if spec.citation and not there:
+            display.stage(spec.citation)
+    barrier(world)
+    return folder
+
+
+def build_run(
+    config: RunConfig, folder: Path, world: World, display: Display, data_root: Path
+) -> Run:
+    """Open the data and build the model with its optimizers, all at their first step.
+
+    Args:
+        config: the run.
+        folder: its folder.
+        world: the ranks.
+        display: shows the progress.
+        data_root: where data sets lie that the config names no folder for.
+
+    Raises:
+        ConfigError, DataError, UnsupportedError: as `gem.train.loop.train`.
+    """
+    spec = config.train
+    apply_recipe(config.precision, world.device.type)  # refuses before data is prepared
+    if world.size > 1:
+        _groups_in_use.append(torch.distributed.group.WORLD)
+    source = data_folder(config, world, display, data_root)
+    reader = open_reader(
+        source,
+        config.data,
+        batch_size=spec.batch_examples,
+        rank=world.rank,
+        world_size=world.size,
+    )
+    schema = reader.schema
+    torch.manual_seed(config.seed)
+    model = build_model(config.model, schema).to(world.device)
+    # Ranks start from equal weights and then draw dropout masks of their own.
+    torch.manual_seed((config.seed + 0x9E3779B97F4A7C15 * (world.rank + 1)) % 2**63)
+    clock = StepClock(world.device)
+    total_steps = reader.steps("train") * spec.passes
+    step = TrainStep(config, model, schema, world, total_steps=total_steps, clock=clock)
+    dense = sum(p.numel() for p in step.dense.values())
+    rows = sum(p.numel() for p in step.table_parameters)
+    display.stage(
+        f"build model {config.model.kind}: {dense:,} dense parameters, {rows:,} in tables, "
+        f"{len(schema.ids) + len(schema.numbers)} inputs, {len(schema.streams)} streams"
+    )
+    window = MetricStream(schema.labels, schema.domains, spec.window_steps // spec.log_every_steps)
+    state = TrainState(model, step.optimizers, step.ema, window)
+    return Run(
+        config,
+        folder,
+        world,
+        display,
+        reader,
+        dataset_fingerprint(source),
+        step,
+        state,
+        clock,
+        total_steps,
+    )
+
+
+def continue_run(run: Run) -> None:
+    """Load the newest complete checkpoint of a run, if it has one.
+
+    Args:
+        run: freshly built; its state is overwritten.
+
+    Raises:
+        ConfigError, DataError: the checkpoint is of other settings or other data.
+    """
+    newest = latest_complete(run.folder / CHECKPOINTS)
+    if newest is None:
+        run.display.stage("no complete checkpoint to continue from: begin at the first step")
+        return
+    check_continues(read_manifest(newest), run.config, run.dataset)
+    load_checkpoint(newest, run.state, run.world)
+    run.display.stage(f"continue from {newest}: step {run.state.step} of {run.total_steps}")
+
+
+def read_run_config(folder: Path) -> RunConfig:
+    """The resolved config of a run.
+
+    Args:
+        folder: the run's folder.
+
+    Raises:
+        ConfigError: the folder holds no run.
+    """
+    path = folder / CONFIG_FILE
+    if not path.is_file():
+        raise ConfigError(
+            refusal(
+                "gem",
+                "RUN",
+                must=f"be the folder of a run, with its {CONFIG_FILE}",
+                got=str(folder),
+                fix="give the folder that gem train wrote",
+            )
+        )
+    return parse_recipe(path.read_text(encoding="utf-8"), name=folder.name, origin=str(path))
+
+
+@contextmanager
+def read_ahead(
+    batches: Iterator[ExampleBatch], spec: TrainSpec
+) -> Iterator[Iterator[ExampleBatch]]:
+    """Have batches made ahead of time by a thread, where the recipe wants one.
+
+    Args:
+        batches: what to read.
+        spec: says how far ahead.
+
+    Yields:
+        The same batches in the same order.
+    """
+    if spec.prefetch_batches == 0:
+        yield batches
+        return
+    with Prefetcher(batches, depth=spec.prefetch_batches) as ahead:
+        yield ahead
+
+
+def reduced_counters(counters: Mapping[str, float], world: World) -> dict[str, float]:
+    """Sum the counters over ranks. Every rank has to call this.
+
+    Args:
+        counters: of this rank.
+        world: the ranks.
+
+    Returns:
+        The sums, under fixed names.
+    """
+    names = ("flops", "loss", "loss_steps")
+    values = torch.tensor(
+        [counters.get(name, 0.0) for name in names], dtype=torch.float64, device=world.device
+    )
+    return dict(zip(names, all_reduce_sum(values, world).tolist(), strict=True))
