@@ -25,7 +25,7 @@ from gem.train.loop import train
 from gem.train.normalized_entropy import CLIP, binary_entropy
 from gem.train.progress import Display
 from gem.train.run import PREDICTIONS_FILE
-from gem_opkit.bench import provenance, write_rows
+from gem_opkit.bench import _provenance, _write
 
 RESULTS = Path(__file__).resolve().parents[3] / "results" / "cpu" / "quality.jsonl"
 RESAMPLES = 10_000
@@ -157,11 +157,11 @@ def main() -> None:
             }
         )
         console.print(rows[-1]["case"], {k: v for k, v in found.items() if not math.isnan(v)})
-    origin = provenance()
+    origin = _provenance()
     rows = [{**row, "settings": chosen.settings, **origin} for row in rows]
-    write_rows(chosen.results, rows)
+    json.dumps(rows, allow_nan=False)  # refuse to write what is not a number
+    _write(chosen.results, rows)
     console.print(f"{len(rows)} rows in {chosen.results}")
-    json.dumps(rows, allow_nan=False)
 
 
 if __name__ == "__main__":

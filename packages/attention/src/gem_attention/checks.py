@@ -170,9 +170,9 @@ def check_can_count(op: str) -> None:
 
 
 def check_activation(op: str, activation: str | tuple[str, ...], heads: int) -> str:
-    """Refuse unknown activations; return one name a head, joined by commas."""
-    names = (activation,) * heads if isinstance(activation, str) else tuple(activation)
-    if len(names) != heads:
+    """Refuse unknown activations; return the name, or one name a head joined by commas."""
+    names = (activation,) if isinstance(activation, str) else tuple(activation)
+    if not isinstance(activation, str) and len(names) != heads:
         raise ShapeError(
             refusal(
                 op,

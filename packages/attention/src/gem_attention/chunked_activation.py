@@ -51,7 +51,7 @@ def activation_forward(
         k_SGK: keys; query head h reads key head h // (H / G).
         v_SGV: values.
         chunks: the plan.
-        activations: one name for each query head.
+        activations: one name for all query heads, or one for each.
         scale: factor of the scores.
         out_rows: rows of the result.
         window: the window of the plan (left, right).
@@ -60,6 +60,7 @@ def activation_forward(
         out (out_rows, H, V), wide; rows that no task computes are 0.
     """
     heads, groups, width = q_THK.shape[1], k_SGK.shape[1], v_SGV.shape[2]
+    names = _per_head(activations, heads)
     device = q_THK.device
     q, k, v = token_rows(q_THK), token_rows(k_SGK), token_rows(v_SGV)
     out = result_rows(out_rows, heads * width, q)
@@ -73,7 +74,7 @@ def activation_forward(
         for h in range(heads):
             g = h * groups // heads
             score = product(buffer, q_c[:, :, h], k_c[:, :, g], scale=scale)
-            p = activate(activations[h], score)
+            p = activate(names[h], score)
             if visible is not None:
                 p.mul_(visible)
             torch.bmm(p, v_c[:, :, g], out=out_c[h])
@@ -100,7 +101,7 @@ def activation_backward(
         k_SGK: keys of the forward.
         v_SGV: values of the forward.
         chunks: the plan of the forward.
-        activations: one name for each query head.
+        activations: one name for all query heads, or one for each.
         scale: factor of the scores.
         window: the window of the plan (left, right).
 
@@ -108,6 +109,7 @@ def activation_backward(
         gradients of q, k and v, wide. Rows of ``grad_out`` that no task computed are not read.
     """
     (q_tokens, heads, head_width), (k_tokens, groups, width) = q_THK.shape, v_SGV.shape
+    names = _per_head(activations, heads)
     device = q_THK.device
     q, k, v = token_rows(q_THK), token_rows(k_SGK), token_rows(v_SGV)
     grad = token_rows(grad_out)
@@ -134,9 +136,9 @@ def activation_backward(
             grad_p = product(other_buffer, grad_h, v_c[:, :, g])
             if visible is not None:
                 grad_p.mul_(visible)
-            grad_s = activate_backward(activations[h], grad_p, score)
+            grad_s = activate_backward(names[h], grad_p, score)
             # Last, because it may be the scores themselves, and then the mask overwrites them.
-            p = activate(activations[h], score)
+            p = activate(names[h], score)
             if visible is not None:
                 p.mul_(visible)
             grad_v_c[g].baddbmm_(p.transpose(1, 2), grad_h, beta=beta)
@@ -150,6 +152,10 @@ def activation_backward(
         grad_k[:k_tokens].view(k_SGK.shape),
         grad_v[:k_tokens].view(v_SGV.shape),
     )
+
+
+def _per_head(activations: Sequence[str], heads: int) -> Sequence[str]:
+    return list(activations) * heads if len(activations) == 1 else activations
 
 
 def _visible(chunk: Chunk, window: Window, like: Tensor) -> Tensor | None:

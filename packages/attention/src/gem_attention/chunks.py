@@ -32,6 +32,9 @@ _GPU_BUDGET = 2**24
 _CHUNK_OVERHEAD = 2**14
 # Padding that a chunk may have, as a factor, before it is worth starting another.
 _PADDING = 1.15
+# Elements that one task for a whole sequence may have, as a factor, before cutting it pays: every
+# cut gathers keys again.
+_TASK_OVERHEAD = 1.2
 
 
 class Task(NamedTuple):
@@ -327,7 +330,7 @@ def _sequence_tasks(
         for first in range(begin, q_tokens, step)
     ]
     area = sum(task.q_count * task.k_count for task in tasks)
-    one_is_enough = whole.q_count * whole.k_count <= min(budget, 1.2 * area)
+    one_is_enough = whole.q_count * whole.k_count <= min(budget, _TASK_OVERHEAD * area)
     return [whole] if one_is_enough else tasks
 
 

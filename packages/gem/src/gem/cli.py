@@ -10,7 +10,7 @@ import shlex
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -116,7 +116,7 @@ def train(
         _print_json(summary)
 
 
-def _end_early(what: str, signal_number: int) -> None:
+def _end_early(what: str, signal_number: int) -> NoReturn:
     words = [w for w in sys.argv[1:] if w != "--resume"]
     command = shlex.join(["python", "-m", "gem", *words, "--resume"])
     if os.environ.get("RANK", "0") == "0":
@@ -154,13 +154,11 @@ def data_prepare(
     as_json: _Json = False,
 ) -> None:
     """Make a data set: a folder of Parquet files and dataset.toml."""
-    from gem.data.prepare import prepare
+    from gem.data.prepare import notice, prepare
 
     console = _console(as_json=as_json)
     spec = prepare(name, out, source=source)
-    for text in (spec.terms, spec.citation):
-        if text:
-            console.print(text, highlight=False)
+    console.print(notice(spec), highlight=False, markup=False)
     console.print(f"{spec.examples.rows:,} examples in {out}", highlight=False)
     if as_json:
         _print_json({"name": spec.name, "folder": str(out), "examples": spec.examples.rows})

@@ -228,11 +228,11 @@ def _laid_over(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     joined = dict(under)
     for key, value in over.items():
         before = joined.get(key)
-        both = isinstance(before, dict) and isinstance(value, dict)
-        if both and before.get("kind") == value.get("kind", before.get("kind")):
-            joined[key] = _laid_over(before, value)
-        else:
-            joined[key] = value
+        joined[key] = value
+        if isinstance(before, dict) and isinstance(value, dict):
+            kind = before.get("kind")
+            if value.get("kind", kind) == kind:
+                joined[key] = _laid_over(before, value)
     return joined
 
 

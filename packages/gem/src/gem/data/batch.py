@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 import torch
-from gem_jagged.batch import Jagged
 from torch import Tensor
+
+from gem_jagged.batch import Jagged
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +84,7 @@ class ExampleBatch:
         }
         return replace(
             self,
-            streams={
-                k: v.to(device, non_blocking=non_blocking) for k, v in self.streams.items()
-            },
+            streams={k: v.to(device, non_blocking=non_blocking) for k, v in self.streams.items()},
             ids={k: v.to(device, non_blocking=non_blocking) for k, v in self.ids.items()},
             **moved,
         )

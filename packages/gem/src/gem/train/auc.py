@@ -22,6 +22,9 @@ ONE_CLASS = "all labels are equal"
 FRACTIONAL = "labels are not all 0 or 1"
 NO_GROUP = "no user has both positive and negative labels"
 
+# User, score, positive, domain.
+_Columns = tuple[NDArray, ...]
+
 MAX_BINS = 1 << 18
 MAX_ROWS = 1 << 21
 
@@ -190,7 +193,7 @@ class GroupedAuc:
     def __init__(self, *, max_rows: int = MAX_ROWS) -> None:
         self.max_rows = max_rows
         self.sample_bits = 0
-        self._parts: list[tuple[NDArray, NDArray, NDArray, NDArray]] = []
+        self._parts: list[_Columns] = []
         self._rows = 0
 
     @property
@@ -233,7 +236,7 @@ class GroupedAuc:
             self._add(*part)
 
     def _add(self, user: NDArray, score: NDArray, positive: NDArray, domain: NDArray) -> None:
-        part = (user, score, positive, domain)
+        part: _Columns = (user, score, positive, domain)
         if self.sample_bits:
             keep = _sampled(user, self.sample_bits)
             part = tuple(column[keep] for column in part)
@@ -251,7 +254,7 @@ class GroupedAuc:
         self._parts = [tuple(column[keep] for column in columns)]
         self._rows = int(np.count_nonzero(keep))
 
-    def _columns(self) -> tuple[NDArray, NDArray, NDArray, NDArray]:
+    def _columns(self) -> _Columns:
         if len(self._parts) != 1:
             types = (np.int64, np.float32, np.bool_, np.int16)
             self._parts = [

@@ -1,4 +1,4 @@
-"""Where the time of a step goes, by sections that follow one another.
+"""Where the time of a training loop goes, by sections that follow one another.
 
 On a CPU a mark reads the clock. On CUDA a mark records an event and never waits; `settle` reads
 the events once the device has passed them. Waiting for data is host time in both cases.
@@ -10,32 +10,34 @@ from statistics import median
 
 import torch
 
+# other: metrics, logs and checkpoints.
 SECTIONS = ("data", "model", "tables", "optimizer", "other")
 # Newest steps whose times the median is of.
 _STEPS_KEPT = 100_000
 
 
 class StepClock:
-    """Accumulates the seconds of each section and of each step.
+    """Accumulates the seconds of each section, and the time of each step.
 
     Args:
         device: where the steps run.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.seconds = dict.fromkeys(SECTIONS, 0.0)
+        self.seconds: dict[str, float] = dict.fromkeys(SECTIONS, 0.0)
         self.step_ms: deque[float] = deque(maxlen=_STEPS_KEPT)
         self._cuda = device.type == "cuda"
         self._section: str | None = None
-        self._since = 0.0
-        self._events: list[tuple[str, torch.cuda.Event]] = []
-        self._step_since = 0.0
+        self._since = self._step_since = 0.0
+        # Section that begins, whether a step ends there, and when.
+        self._events: list[tuple[str, bool, torch.cuda.Event]] = []
 
-    def mark(self, section: str) -> None:
+    def mark(self, section: str, *, step_ends: bool = False) -> None:
         """End the section that runs, if any, and begin another one.
 
         Args:
             section: one of ``SECTIONS``.
+            step_ends: whether this is the end of a step.
         """
         now = time.perf_counter()
         if self._section is not None and (not self._cuda or self._section == "data"):
@@ -43,53 +45,42 @@ class StepClock:
         if self._cuda:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
-            self._events.append((section, event))
+            self._events.append((section, step_ends, event))
         self._section, self._since = section, now
 
     def begin_step(self) -> None:
         """Begin a step with its wait for data."""
         self.mark("data")
-        self._step_since = time.perf_counter()
-
-    def cancel_step(self) -> None:
-        """Undo `begin_step` where no batch came."""
-        self._section = None
-        if self._cuda:
-            self._events.pop()
+        self._step_since = self._since
 
     def end_step(self) -> None:
-        """End a step; what follows, such as a checkpoint, belongs to none."""
-        self.mark("other")
-        self._section = None
-        if self._cuda:
-            self._events.append(("", self._events.pop()[1]))
-        else:
-            self.step_ms.append(1e3 * (time.perf_counter() - self._step_since))
+        """End a step. What follows until the next one, such as a checkpoint, is other time."""
+        self.mark("other", step_ends=True)
+        if not self._cuda:
+            self.step_ms.append(1e3 * (self._since - self._step_since))
 
     def settle(self) -> None:
-        """Read the events of finished CUDA steps. Call it where the device is waited for anyway."""
+        """Read the events of the CUDA steps since the last call. Waits for the device."""
         if not self._events:
             return
-        self._events[-1][1].synchronize()
-        step_ms = 0.0
-        for (section, begin), (_, end) in zip(self._events, self._events[1:], strict=False):
-            if not section:  # between steps
-                continue
-            elapsed_ms = begin.elapsed_time(end)
-            step_ms += elapsed_ms
-            if section != "data":
-                self.seconds[section] += 1e-3 * elapsed_ms
-        steps = sum(1 for section, _ in self._events if not section)
-        if steps:
-            # The steps between two settlings are alike; their mean is what is known of each.
-            self.step_ms.extend([step_ms / steps] * steps)
-        self._events.clear()
+        self._events[-1][2].synchronize()
+        step_begins = None
+        for (section, _, begin), (_, step_ends, end) in zip(
+            self._events, self._events[1:], strict=False
+        ):
+            if section == "data":
+                step_begins = begin
+            else:
+                self.seconds[section] += 1e-3 * begin.elapsed_time(end)
+            if step_ends and step_begins is not None:
+                self.step_ms.append(step_begins.elapsed_time(end))
+        del self._events[:-1]
 
     def median_ms(self) -> float | None:
         """Median time of a step, milliseconds; None before the first."""
         return median(self.step_ms) if self.step_ms else None
 
     def fractions(self) -> dict[str, float | None]:
-        """Share of the time of all steps that each section took; None before the first step."""
+        """Share of the time that each section took; None before the first step."""
         total = sum(self.seconds.values())
         return {name: s / total if total else None for name, s in self.seconds.items()}

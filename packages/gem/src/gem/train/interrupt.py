@@ -2,9 +2,11 @@
 
 import signal
 import threading
+import time
 from types import FrameType, TracebackType
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SAME_KEYPRESS_S = 1.0
 
 
 class Interrupted(Exception):
@@ -24,12 +26,15 @@ class Interrupted(Exception):
 class StopRequest:
     """Catches SIGINT and SIGTERM for the length of a ``with`` block.
 
-    The first signal is only noted. A second SIGINT interrupts at once, as usual. Outside the main
-    thread nothing is caught, as Python allows it only there.
+    The first signal is only noted. A SIGINT more than a second after it interrupts at once, as
+    usual; an earlier one is the same Ctrl-C, which a terminal sends to every process and
+    ``torchrun`` passes on once more. Outside the main thread nothing is caught, as Python allows
+    it only there.
     """
 
     def __init__(self) -> None:
         self.signal_number = 0
+        self._noted_s = 0.0
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> "StopRequest":
@@ -47,6 +52,8 @@ class StopRequest:
             signal.signal(number, handler)  # type: ignore[arg-type] - what signal() returned
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.signal_number and number == signal.SIGINT:
+        now = time.monotonic()
+        if not self.signal_number:
+            self.signal_number, self._noted_s = number, now
+        elif number == signal.SIGINT and now - self._noted_s > _SAME_KEYPRESS_S:
             raise KeyboardInterrupt
-        self.signal_number = number

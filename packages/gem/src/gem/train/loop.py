@@ -88,6 +88,7 @@ def _train_steps(run: Run, log: RunLog) -> None:
                     _one_step(run, batch)
                     if state.step % spec.log_every_steps == 0 or state.step == run.total_steps:
                         _log_row(run, log, bar)
+                    bar.update(state.step)
                     _save_or_stop(run, stop)
 
 
@@ -108,7 +109,6 @@ def _timed(batches: Iterator[ExampleBatch], clock: StepClock) -> Iterator[Exampl
         clock.begin_step()
         batch = next(iterator, None)
         if batch is None:
-            clock.cancel_step()
             return
         yield batch
 

@@ -108,7 +108,7 @@ class MetricBlock:
 
     def to_bytes(self) -> NDArray[np.uint8]:
         """The whole block as bytes, for another rank or a checkpoint."""
-        arrays: dict[str, NDArray] = {}
+        arrays: dict[str, Any] = {}  # keyword arguments of savez, which has one of another type
         for a, task in enumerate(self.tasks):
             for d in range(len(self.domains)):
                 arrays[f"{a}.{d}.entropy"] = self.entropy[task][d].to_array()

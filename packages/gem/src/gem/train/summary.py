@@ -31,7 +31,7 @@ def throughput(
     Args:
         examples: trained on by this process and its peers.
         tokens: their history events.
-        seconds: time of all steps.
+        seconds: time of the training loop, with its logs and checkpoints.
         step_ms: median time of a step.
         data_wait_s: time that steps waited for their batch.
 

@@ -34,7 +34,7 @@ _HAS_TRITON = False
 
 
 # Lengths are CPU tensors whatever the device of the others: grids and plans come from them.
-# activations: one name a head, joined by commas.
+# activations: one name for all heads, or one a head, joined by commas.
 @torch.library.custom_op("gem_attention::generalized_attention", mutates_args=())
 def _forward(
     q_THK: Tensor,

@@ -44,7 +44,7 @@ def generalized_attention_reference(
         v_SGV: values.
         q_lengths_B: queries of each sequence, int64 on the CPU.
         k_lengths_B: keys of each sequence, int64 on the CPU.
-        activations: one name for each query head.
+        activations: one name for all query heads, or one for each.
         window: keys visible left and right of a query's place; None for all.
         scale: factor of the scores.
 

@@ -29,7 +29,8 @@ def _per_head(activations: str) -> tuple[str, ...] | None:
 
 
 # Lengths are a CPU tensor whatever the device of the others: grids and plans come from them.
-# activations: "softmax", or one name a head, joined by commas. k_tokens: keys of all sequences.
+# activations: "softmax", or one name for all heads or one a head, joined by commas.
+# k_tokens: keys of all sequences.
 @torch.library.custom_op("gem_attention::pooled_attention", mutates_args=())
 def _forward(
     seeds_PHK: Tensor,

@@ -38,7 +38,7 @@ def pooled_attention_reference(
         k_SGK: keys.
         v_SGV: values.
         k_lengths_B: keys of each sequence, int64 on the CPU.
-        activations: one name for each query head; None for softmax.
+        activations: one name for all query heads or one for each; None for softmax.
         scale: factor of the scores.
 
     Returns:
