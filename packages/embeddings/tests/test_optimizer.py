@@ -310,6 +310,18 @@ def test_refuses():
                 ConfigError,
                 "RowWiseAdagrad: lr must be above 0",
             ),
+            (lambda: Adam([weight], lr=float("inf")), ConfigError, "lr must be .* finite; got inf"),
+            (
+                lambda: RowWiseAdagrad([{"params": [weight], "lr": -1.0}]),
+                ConfigError,
+                "RowWiseAdagrad: lr must be above 0 and finite; got -1",
+            ),
+            (
+                lambda: gradient_rows(torch.eye(2).to_sparse()),
+                ShapeError,
+                "grad must have two dims and be dense, or sparse over its rows alone",
+            ),
+            (lambda: gradient_rows(torch.zeros(3)), ShapeError, "grad must have two dims"),
             (lambda: Adam([weight], eps=-1.0), ConfigError, "Adam: eps must be above 0; got -1"),
             (
                 lambda: Adam([weight], betas=(0.9, 1.0)),

@@ -417,6 +417,36 @@ def test_evaluates_a_loaded_state_without_an_optimizer():
         assert torch.equal(evaluated({"a": outside()})["a"], trained({"a": outside()})["a"])
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_weights_of_another_dtype_mix_with_features_without(dtype):
+    spec = TableSpec(name="item", embedding_dim=3, num_embeddings=9, feature_names=("a", "b"))
+    tables = EmbeddingTables([spec])
+    ids = {"a": drawn((2, 0, 1), 9), "b": drawn((0, 3, 2), 9)}
+    weight = torch.rand(3).to(dtype).requires_grad_()
+    out = tables(ids, {"a": weight})
+    (out["a"].sum() + out["b"].sum()).backward()
+    grad, expected = tables.weights["item"].grad, torch.zeros(9, 3)
+    expected.index_add_(0, ids["a"].values, weight.detach().float()[:, None].expand(3, 3))
+    expected.index_add_(0, ids["b"].values, torch.ones(5, 3))
+    assert grad.dtype == torch.float32
+    torch.testing.assert_close(grad.to_dense(), expected)
+    assert weight.grad.dtype == dtype
+
+
+def test_ids_overwritten_before_the_backward_pass_are_noticed():
+    # A loader that uses its memory again would otherwise move the rows of the next batch.
+    tables, ids = one_table(), torch.tensor([1, 2, 3])
+    out = tables({"a": Jagged.from_lengths(ids, [2, 1])})["a"]
+    ids.fill_(7)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_ids_without_lengths_are_refused():
+    with pytest.raises(DtypeError, match=r"ids\['a'\] must be a Jagged; got Tensor"):
+        one_table()({"a": torch.tensor([1])})
+
+
 def test_refuses():
     def spec(name="t", features=("a",), **options):
         return TableSpec(

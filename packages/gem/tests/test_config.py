@@ -177,3 +177,49 @@ def test_reading_a_recipe_loads_no_torch():
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+BASE = 'base = "below.toml"\nseed = 5\n'
+
+
+def test_path_of_a_base_begins_at_the_file(tmp_path, monkeypatch):
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "below.toml").write_text(RECIPE)
+    (tmp_path / "own" / "above.toml").write_text(BASE)
+    monkeypatch.chdir(tmp_path)
+    config = load_recipe("own/above.toml")
+    assert (config.seed, config.train.batch_examples, config.name) == (5, 64, "above")
+
+
+def test_mark_that_editors_put_first_is_no_fault(tmp_path):
+    (tmp_path / "marked.toml").write_text(RECIPE, encoding="utf-8-sig")
+    assert load_recipe(str(tmp_path / "marked.toml")).train.batch_examples == 64
+
+
+def test_file_that_is_no_text_is_named(tmp_path):
+    (tmp_path / "picture.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"picture.toml: the file must be TOML in UTF-8"):
+        load_recipe(str(tmp_path / "picture.toml"))
+
+
+def test_name_of_a_file_becomes_a_name_for_folders(tmp_path):
+    (tmp_path / "my recipe (2).toml").write_text(RECIPE)
+    assert load_recipe(str(tmp_path / "my recipe (2).toml")).name == "my-recipe-2"
+
+
+@pytest.mark.parametrize(
+    ("override", "rule"),
+    [
+        ("model=3", "must be a table; got 3"),
+        ("data.statistics={}", "must be an array; got {}"),
+        ("model.layers=[]", "must have at least 1 entries"),
+        ("data.folder=3", "must be a string; got 3"),
+        ("name=../x", "must match ^"),
+    ],
+)
+def test_rules_are_said_in_the_words_of_toml(override, rule):
+    assert rule in refused(override)
+
+
+def test_raw_files_and_a_made_data_set_exclude_each_other():
+    assert "remove one of the two" in refused("data.folder=a", "data.source=b")

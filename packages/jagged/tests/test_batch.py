@@ -162,6 +162,26 @@ def test_bad_host_memory_is_found_at_both_levels(level):
     )
 
 
+@pytest.mark.parametrize("lengths", [None, "abc", object(), [[1], [1, 2]]])
+def test_what_is_no_list_of_numbers_is_refused(lengths):
+    with pytest.raises(DtypeError, match=r"lengths must be a list, .*; got .*; count the tokens"):
+        Layout.from_lengths(lengths)
+
+
+def test_lengths_whose_sum_wraps_int64_are_refused():
+    huge = [2**62, 2**62, 2**62, 2**62, 5]  # int64 would call this 5
+    with pytest.raises(ShapeError, match=r"lengths must sum to less than 2\^63"):
+        Layout.from_lengths(huge)
+    wrapped = Layout(torch.zeros(6, dtype=torch.int64), torch.tensor(huge), 2**62, 5)
+    with pytest.raises(ShapeError, match=r"lengths must sum to less than 2\^63"):
+        wrapped.checked("shapes")
+
+
+def test_sequences_on_different_devices_are_refused():
+    with pytest.raises(DeviceError, match=r"sequences\[1\] must be on cpu .*; got meta"):
+        Jagged.from_list([torch.zeros(2), torch.zeros(1, device="meta")])
+
+
 def test_bad_offsets_are_found_by_their_values_and_name_the_first_bad_row():
     values = torch.zeros(5)
 

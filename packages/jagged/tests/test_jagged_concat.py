@@ -136,6 +136,20 @@ def test_refuses():
                 "the result has 8 tokens .* sum to 5",
             ),
             (
+                lambda: jagged_concat(
+                    left, left_layout, right, right_layout, layout=Layout.from_lengths([8, 0, 0])
+                ),
+                ShapeError,
+                r"layout.lengths\[0\] must be 4, the tokens of both sides; got 8",
+            ),
+            (
+                lambda: jagged_concat(
+                    left, left_layout, right, right_layout, layout=Layout.from_lengths([4, 4])
+                ),
+                ShapeError,
+                "layout has B=2 but left_layout has B=3",
+            ),
+            (
                 lambda: jagged_concat(left, left_layout, right.double(), right_layout),
                 DtypeError,
                 "right_SD must be torch.float32",
@@ -173,6 +187,14 @@ def test_moves_whole_numbers_unchanged():
     heads = torch.randn(4, 5, 2).permute(1, 2, 0)
     values, _ = jagged_concat(heads[:3], left, heads[3:], right)
     assert torch.equal(values, heads[[0, 3, 4, 1, 2]])
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.float8_e4m3fn])
+def test_moves_dtypes_that_index_kernels_lack(dtype):
+    left, right = Layout.from_lengths([1, 2]), Layout.from_lengths([2, 0])
+    ids = torch.arange(1, 6).to(dtype)
+    values, _ = jagged_concat(ids[:3], left, ids[3:], right)
+    assert values.double().tolist() == [1, 4, 5, 2, 3]
 
 
 def test_row_numbers_pass_int32(monkeypatch):

@@ -8,7 +8,7 @@ from gem_jagged.kernels.jagged_to_padded.cost import (
     jagged_to_padded_cost,
 )
 from gem_jagged.kernels.jagged_to_padded.reference import jagged_to_padded_reference, padded_rows
-from gem_jagged.ops import jagged_to_padded
+from gem_jagged.ops import jagged_to_padded, padded_to_jagged
 from gem_opkit.errors import DeviceError, DtypeError, ShapeError, UnsupportedError
 from gem_opkit.testing import (
     check_alone_equals_in_batch,
@@ -138,6 +138,17 @@ def test_refuses():
                 "fill must .*uint8",
             ),
             (
+                lambda: jagged_to_padded(values.detach().half(), layout, fill=1e10),
+                DtypeError,
+                "fill must be in .* for torch.float16; got 1",
+            ),
+            (lambda: jagged_to_padded(values, layout, fill=-1e39), DtypeError, "fill must be in"),
+            (
+                lambda: jagged_to_padded(torch.ones(9).to(torch.float8_e8m0fnu), layout),
+                DtypeError,
+                "fill must be in .*e8m0fnu; got 0",
+            ),
+            (
                 lambda: jagged_to_padded(values, layout, align="top"),
                 UnsupportedError,
                 "align must .* 'top'",
@@ -169,6 +180,26 @@ def test_moves_any_dtype_unchanged(case, dtype):
         padded = jagged_to_padded(values, layout, **options)
         assert padded.dtype == dtype
         assert torch.equal(padded, oracle(values, layout, **options))
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2]
+)
+def test_moves_dtypes_that_index_kernels_lack(dtype):
+    layout = Layout.from_lengths([2, 0, 3])
+    values = torch.arange(1, 11).view(2, 5).to(dtype).t()  # strided
+    padded = jagged_to_padded(values, layout, length=2, fill=7.0, align="right")
+    assert padded.dtype == dtype
+    assert padded[..., 0].double().tolist() == [[1, 2], [7, 7], [4, 5]]
+    assert padded_to_jagged(jagged_to_padded(values, layout), layout).dtype == dtype
+
+
+@pytest.mark.parametrize("fill", [float("inf"), float("-inf"), float("nan")])
+def test_fills_with_what_is_not_a_number(fill):
+    padded = jagged_to_padded(torch.zeros(1, 2), Layout.from_lengths([1, 0]), fill=fill)
+    assert torch.equal(padded[1, 0].isnan(), torch.tensor([fill, fill]).isnan())
+    assert padded[1].isfinite().sum() == 0
+    assert padded[0].tolist() == [[0.0, 0.0]]
 
 
 def test_takes_one_and_three_dims_and_any_strides():

@@ -6,7 +6,8 @@ import sys
 import pytest
 import torch
 
-from gem_opkit.errors import ConfigError, UnsupportedError
+from gem_opkit.errors import ConfigError, DtypeError, ShapeError, UnsupportedError
+from gem_opkit.testing import check_budget
 from gem_precision.contract import PrecisionRecipe
 from gem_precision.layers import LayerNorm, Mlp, Projection, RmsNorm, apply_recipe
 from gem_precision.norms import rms_normalize
@@ -58,6 +59,37 @@ def test_rms_norm_in_bf16_is_as_good_as_rounding_the_exact_result():
     rounding = (exact.to(torch.bfloat16).double() - exact).abs().max()
     assert y.dtype == torch.bfloat16
     assert (y.double() - exact).abs().max() <= 2 * rounding
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("upstream", ["random", "along the output"])
+def test_rms_norm_gradient_in_half_precision_keeps_the_error_budget(dtype, upstream):
+    # Along the output the two terms of the gradient cancel: rounding inside would be all of it.
+    x = torch.randn(64, 96).to(dtype).requires_grad_()
+    grad = (plain_rms(x.detach().double()) if upstream != "random" else torch.randn(64, 96)).to(
+        dtype
+    )
+    (got,) = torch.autograd.grad(rms_normalize(x), x, grad)
+    wide = x.detach().double().requires_grad_()
+    (exact,) = torch.autograd.grad(plain_rms(wide), wide, grad.double())
+    honest = x.detach().float().requires_grad_()
+    (low,) = torch.autograd.grad(plain_rms(honest), honest, grad.float())
+    check_budget(got, low.to(dtype), exact, what="gradient", noise_scale=float(grad.abs().max()))
+
+
+def test_rms_norm_gradient_does_not_overflow_half_precision():
+    x = torch.zeros(1, 4096, dtype=torch.float16)
+    x[0, 0] = 8.0  # normalised: 64
+    x.requires_grad_()
+    (grad,) = torch.autograd.grad(rms_normalize(x), x, torch.full_like(x, 2000.0))
+    assert grad.isfinite().all()  # 64 times 2000 passes the largest float16
+
+
+def test_a_second_derivative_of_rms_norm_is_refused_not_wrong():
+    x = torch.randn(2, 5, requires_grad=True)
+    (grad,) = torch.autograd.grad(rms_normalize(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        grad.sum().backward()
 
 
 def test_layer_norm_equals_its_formula():
@@ -144,12 +176,31 @@ def test_mlp_of_any_number_of_rows_has_gradients(rows):
         (lambda: Mlp((4, 2), activation="tanh"), "activation must be one of"),
         (lambda: Mlp((4, 2), dropout=1.0), "dropout must be in"),
         (lambda: RmsNorm(0), "RmsNorm: width must be above 0"),
+        (lambda: RmsNorm(4, eps=0.0), "RmsNorm: eps must be above 0"),
+        (lambda: LayerNorm(4, eps=-1.0), "LayerNorm: eps must be above 0"),
         (lambda: Projection(4, 0), "Projection: width must be above 0"),
     ],
 )
 def test_layers_refuse_and_name_the_argument(build, word):
     with pytest.raises(ConfigError, match=word):
         build()
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [RmsNorm(8), LayerNorm(8), Projection(8, 4), Mlp((8, 4))],
+    ids=lambda m: type(m).__name__,
+)
+def test_layers_refuse_tokens_of_another_width(layer):
+    with pytest.raises(ShapeError, match=r"x must end in a dim of 8, .* got shape \(3, 5\)"):
+        layer(torch.randn(3, 5))
+
+
+def test_rms_normalize_refuses_what_has_no_mean_square():
+    with pytest.raises(DtypeError, match=r"x must be floating point; got torch.int64"):
+        rms_normalize(torch.ones(3, dtype=torch.int64))
+    with pytest.raises(ShapeError, match="x must have a last dim"):
+        rms_normalize(torch.tensor(1.0))
 
 
 def test_fp32_recipe_changes_nothing():

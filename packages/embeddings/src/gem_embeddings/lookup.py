@@ -59,11 +59,19 @@ class TableLookup(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         """Compute one output for each feature."""
         ctx.set_materialize_grads(False)
-        ctx.features = features
+        ctx.poolings = [(feature.pooling, feature.single) for feature in features]
         ctx.shape = weight_RE.shape
         # The rows themselves are needed only to differentiate by the weights of ids.
         needed = any(needs for needs in ctx.needs_input_grad[2:])
-        ctx.save_for_backward(weight_RE if needed else None, *id_weights)
+        # The ids are saved as tensors, not as attributes, so that autograd finds out and refuses
+        # where a loader has reused their memory before the backward pass.
+        ctx.save_for_backward(
+            weight_RE if needed else None,
+            *id_weights,
+            *(feature.rows_I for feature in features),
+            *(feature.offsets_O for feature in features),
+            *(feature.outside_I for feature in features),
+        )
         return tuple(
             _forward(weight_RE, feature, id_weight)
             for feature, id_weight in zip(features, id_weights, strict=True)
@@ -72,12 +80,24 @@ class TableLookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Sum the gradients of all features by row."""
-        weight_RE, *id_weights = ctx.saved_tensors
+        weight_RE, *saved = ctx.saved_tensors
+        count = len(ctx.poolings)
+        id_weights = saved[:count]
+        features = [
+            FeatureLookup(rows_I, pooling, offsets_O, single, outside_I)
+            for (pooling, single), rows_I, offsets_O, outside_I in zip(
+                ctx.poolings,
+                saved[count : 2 * count],
+                saved[2 * count : 3 * count],
+                saved[3 * count :],
+                strict=True,
+            )
+        ]
         rows: list[Tensor] = []
         values: list[Tensor] = []
         weight_grads: list[Tensor | None] = []
         for index, (feature, grad, id_weight) in enumerate(
-            zip(ctx.features, grads, id_weights, strict=True)
+            zip(features, grads, id_weights, strict=True)
         ):
             weight_grads.append(None)
             if grad is None:

@@ -7,6 +7,7 @@ step is deterministic. State and learning rate are saved by ``state_dict`` and r
 Left out: an optimizer that runs inside the backward pass.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, overload
 
@@ -26,6 +27,18 @@ class _RowOptimizer(torch.optim.Optimizer):
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         _check_hyperparameters(type(self).__name__, defaults)
         super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add tables with hyperparameters of their own; the constructor calls this too.
+
+        Args:
+            param_group: ``params`` and what differs from the defaults.
+
+        Raises:
+            ConfigError: a hyperparameter out of range.
+        """
+        _check_hyperparameters(type(self).__name__, {**self.defaults, **param_group})
+        super().add_param_group(param_group)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -179,7 +192,21 @@ def gradient_rows(grad: Tensor) -> tuple[Tensor, Tensor]:
 
     Returns:
         rows_I, int64, ascending, and grad_IE. Of a dense gradient, the rows that are not zero.
+
+    Raises:
+        ShapeError: another number of dims, or sparse within its rows too.
     """
+    if grad.ndim != 2 or (grad.is_sparse and grad.sparse_dim() != 1):
+        raise ShapeError(
+            refusal(
+                "gradient_rows",
+                "grad",
+                must="have two dims and be dense, or sparse over its rows alone",
+                got=f"shape {tuple(grad.shape)}, sparse in "
+                f"{grad.sparse_dim() if grad.is_sparse else 0} dims",
+                fix="give the gradient of a table; to_dense() makes one of any sparse tensor",
+            )
+        )
     if grad.is_sparse:
         # Autograd drops the mark of a coalesced gradient on its way to the parameter. Looking
         # whether the rows ascend is far cheaper than sorting what is sorted.
@@ -259,9 +286,15 @@ def _merge(params: list[Tensor], world: World) -> None:
 
 def _check_hyperparameters(op: str, values: dict[str, Any]) -> None:
     for name in ("lr", "eps"):
-        if not values[name] > 0:
+        if not 0 < values[name] < math.inf:
             raise ConfigError(
-                refusal(op, name, must="be above 0", got=values[name], fix="pass a small number")
+                refusal(
+                    op,
+                    name,
+                    must="be above 0 and finite",
+                    got=values[name],
+                    fix="pass a small number",
+                )
             )
     for beta in values.get("betas", ()):
         if not 0 <= beta < 1:

@@ -177,7 +177,10 @@ class EmbeddingTables(nn.Module):
                 for name, pooling in table.features
             ]
             id_weights = [_checked_weight(name, ids, weights) for name, _ in table.features]
-            found = look_up(self.weights[table.key], lookups, id_weights)
+            weight_RE = self.weights[table.key]
+            # One dtype for the gradients of all features, which are added up.
+            id_weights = [w if w is None else w.to(weight_RE.dtype) for w in id_weights]
+            found = look_up(weight_RE, lookups, id_weights)
             names = (name for name, _ in table.features)
             outputs.update(zip(names, found, strict=True))
         return outputs
@@ -312,6 +315,16 @@ def _checked_ids(name: str, ids: Mapping[str, Jagged]) -> Tensor:
             )
         )
     batch = ids[name]
+    if not isinstance(batch, Jagged):
+        raise DtypeError(
+            refusal(
+                _NAME,
+                f"ids[{name!r}]",
+                must="be a Jagged",
+                got=type(batch).__name__,
+                fix="give ids their lengths with Jagged.from_lengths",
+            )
+        )
     values, total = batch.values, int(batch.lengths.sum())
     if values.ndim != 1 or values.shape[0] != total:
         raise ShapeError(

@@ -6,16 +6,16 @@ Imports no torch.
 """
 
 import difflib
+import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Self, Union, get_args, get_origin
+from typing import Any, Self
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
-from pydantic_core import ErrorDetails
+from pydantic import Field, ValidationError, model_validator
 
+from gem.contract_faults import explain
 from gem.data.features import DataSpec
 from gem.data.toml_text import toml_text
 from gem.model.spec import GemSpec, ModelSpec
@@ -126,8 +126,8 @@ def load_recipe(
 
     Args:
         recipe: name of a shipped recipe, or path of a TOML file. Its key ``base`` may name
-            another recipe, whose keys it is laid over: tables are joined, all else is replaced,
-            and so is a table of another ``kind``.
+            another recipe (a path begins at the file's folder), whose keys it is laid over:
+            tables are joined, all else is replaced, and so is a table of another ``kind``.
         overrides: texts ``a.b=value`` that replace single keys; the value is TOML, and a value
             that is not TOML is taken as a text, so that paths need no quotes.
         seed: replaces the recipe's seed.
@@ -139,27 +139,37 @@ def load_recipe(
         ConfigError: no such recipe, not TOML, an unknown key, a wrong type or value; the message
             names the key.
     """
-    text, stem, origin = _find_recipe(recipe)
-    return parse_recipe(text, name=stem, origin=origin, overrides=overrides, seed=seed)
+    text, stem, origin, beside = _find_recipe(recipe, Path())
+    name = re.sub(r"^[^A-Za-z0-9]+|[^A-Za-z0-9._-]+", "-", stem).strip("-") or "recipe"
+    return parse_recipe(
+        text, name=name, origin=origin, overrides=overrides, seed=seed, beside=beside
+    )
 
 
-def _find_recipe(recipe: str) -> tuple[str, str, str]:
-    """Text, name and origin of a recipe."""
+def _find_recipe(recipe: str, beside: Path) -> tuple[str, str, str, Path]:
+    """Text, name, origin and folder of a recipe; a relative path begins at `beside`."""
     shipped = shipped_recipes()
     if recipe in shipped:
-        return shipped[recipe], recipe, f"recipe {recipe}"
-    path = Path(recipe)
+        return shipped[recipe], recipe, f"recipe {recipe}", Path()
+    path = beside / recipe
     if not path.is_file():
         raise ConfigError(
             refusal(
                 "gem",
                 "RECIPE",
                 must=f"be a TOML file or one of {', '.join(shipped)}",
-                got=repr(recipe),
+                got=repr(str(path)),
                 fix=_did_you_mean(recipe, shipped) or "check the path",
             )
         )
-    return path.read_text(encoding="utf-8"), path.stem, str(path)
+    return _text_of(path), path.stem, str(path), path.parent
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")  # editors of Windows put a mark first
+    except UnicodeDecodeError as fault:
+        raise ConfigError(f"{path}: the file must be TOML in UTF-8; {fault}; save it so") from None
 
 
 def parse_recipe(
@@ -169,6 +179,7 @@ def parse_recipe(
     origin: str,
     overrides: Sequence[str] = (),
     seed: int | None = None,
+    beside: Path = Path(),
 ) -> RunConfig:
     """Check the text of a recipe.
 
@@ -178,6 +189,7 @@ def parse_recipe(
         origin: where the text is from, for messages.
         overrides: as in `load_recipe`.
         seed: as in `load_recipe`.
+        beside: folder at which a relative path of a base begins.
 
     Returns:
         The resolved config.
@@ -185,7 +197,7 @@ def parse_recipe(
     Raises:
         ConfigError: as in `load_recipe`.
     """
-    raw = _raw_recipe(text, origin, depth=0)
+    raw = _raw_recipe(text, origin, beside, depth=0)
     raw.setdefault("name", name)
     for override in overrides:
         _override(raw, override)
@@ -195,10 +207,10 @@ def parse_recipe(
         # Strict, so that "512" is no number; TOML arrays become tuples, as contracts hold them.
         return RunConfig.model_validate(_tuples(raw), strict=True)
     except ValidationError as error:
-        raise ConfigError(f"{origin}: {_explain(error, raw)}") from None
+        raise ConfigError(f"{origin}: {explain(error, raw, RunConfig)}") from None
 
 
-def _raw_recipe(text: str, origin: str, *, depth: int) -> dict[str, Any]:
+def _raw_recipe(text: str, origin: str, beside: Path, *, depth: int) -> dict[str, Any]:
     """The keys of a recipe, laid over those of its base."""
     try:
         raw = tomllib.loads(text)
@@ -217,8 +229,8 @@ def _raw_recipe(text: str, origin: str, *, depth: int) -> dict[str, Any]:
                 fix="name a shipped recipe or a file, and no circle",
             )
         )
-    below, _, place = _find_recipe(base)
-    under = _raw_recipe(below, place, depth=depth + 1)
+    below, _, place, folder = _find_recipe(base, beside)
+    under = _raw_recipe(below, place, folder, depth=depth + 1)
     under.pop("name", None)
     return _laid_over(under, raw)
 
@@ -289,144 +301,6 @@ def _index(here: list[Any], key: str, path: Sequence[str]) -> int:
             fix=f"use 0 to {len(here) - 1}" if here else "the array is empty",
         )
     )
-
-
-# ---------------------------------------------------------------- messages
-
-
-def _explain(error: ValidationError, raw: Mapping[str, Any]) -> str:
-    """One line for the first fault; unknown keys come first, as they cause others."""
-    faults = sorted(
-        error.errors(include_url=False), key=lambda fault: fault["type"] != "extra_forbidden"
-    )
-    line = _explain_one(faults[0], raw)
-    more = len(faults) - 1
-    return line if not more else f"{line} (and {more} more)"
-
-
-def _explain_one(fault: ErrorDetails, raw: Mapping[str, Any]) -> str:
-    path = _raw_path(fault["loc"], raw)
-    key, kind = ".".join(str(part) for part in path), fault["type"]
-    if kind == "extra_forbidden":
-        hint = _nearest_key(path, raw)
-        return f"unknown key {key!r}" + (f"; did you mean {hint!r}?" if hint else "")
-    if kind == "missing":
-        return f"key {key!r} must be given; got nothing; add it"
-    if kind.startswith("union_tag"):
-        tags = fault.get("ctx", {}).get("expected_tags")
-        expected = f" one of {tags}" if tags else " the name of a kind"
-        got = fault["input"].get("kind") if isinstance(fault["input"], Mapping) else fault["input"]
-        return f"key '{key}.kind' must be{expected}; got {got!r}; correct it"
-    message = fault["msg"]
-    if kind == "value_error":
-        message = message.removeprefix("Value error, ")
-        return message if not key or message.startswith(f"{key}:") else f"{key}: {message}"
-    rule = message.removeprefix("Input should be ").removeprefix("Input should ")
-    if kind == "model_type":
-        rule = "a table"
-    got = fault["input"]
-    return f"key {key!r} must be {rule}; got {_shown(got)} ({_toml_type(got)}); correct the value"
-
-
-def _shown(value: object) -> str:
-    text = repr(list(value) if isinstance(value, tuple) else value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _toml_type(value: object) -> str:
-    names = {bool: "boolean", int: "integer", float: "float", str: "string", dict: "table"}
-    return names.get(type(value), "array" if isinstance(value, tuple | list) else "value")
-
-
-def _raw_path(loc: Sequence[str | int], raw: Mapping[str, Any]) -> list[str | int]:
-    """The path as the recipe has it: pydantic also puts the chosen kind of a union into it."""
-    path: list[str | int] = []
-    here: Any = raw
-    for part in loc:
-        if isinstance(here, Mapping):
-            if part not in here and here.get("kind") == part:
-                continue
-            here = here.get(part)
-        elif isinstance(here, list | tuple) and isinstance(part, int) and part < len(here):
-            here = here[part]
-        else:
-            here = None
-        path.append(part)
-    return path
-
-
-def _nearest_key(path: Sequence[str | int], raw: Mapping[str, Any]) -> str | None:
-    """The known key that an unknown one was most likely meant to be.
-
-    First among the neighbours of the unknown key, then by its last word over the whole config.
-    """
-    *parents, last = (str(part) for part in path)
-    types, here = [RunConfig], raw
-    for part in path[:-1]:
-        below = [child for t in types for child in _children(t, part)]
-        here = _step(here, part)
-        types = [member for child in below for member in _members(child, here)]
-    siblings = {name for t in types if _is_model(t) for name in t.model_fields}
-    initials = "".join(word[:1] for word in last.split("_"))  # learning_rate for lr
-    close = difflib.get_close_matches(last, sorted(siblings), n=1, cutoff=0.6)
-    close = close or sorted(siblings & {initials})
-    if close:
-        return ".".join([*parents, close[0]])
-    known = sorted(set(_known_paths(RunConfig, "")))
-    words = sorted({key.rpartition(".")[2] for key in known})
-    close = difflib.get_close_matches(last, words, n=1, cutoff=0.75)
-    if close:
-        known = [key for key in known if key.rpartition(".")[2] == close[0]]
-    elif parents and siblings:
-        known = [".".join([*parents, name]) for name in sorted(siblings)]
-    full = ".".join([*parents, last])
-    return max(known, key=lambda key: difflib.SequenceMatcher(None, key, full).ratio())
-
-
-def _is_model(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
-
-
-def _step(here: Any, part: str | int) -> Any:
-    if isinstance(here, Mapping):
-        return here.get(part)
-    if isinstance(here, list | tuple) and isinstance(part, int) and part < len(here):
-        return here[part]
-    return None
-
-
-def _children(annotation: Any, part: str | int) -> list[Any]:
-    """What may stand under a key or index of a model, table or array."""
-    if _is_model(annotation):
-        field = annotation.model_fields.get(str(part))
-        return [] if field is None else [field.annotation]
-    arguments = [a for a in get_args(annotation) if a is not Ellipsis]
-    return arguments[-1:] if get_origin(annotation) in (dict, tuple) else []
-
-
-def _members(annotation: Any, value: Any) -> Iterator[Any]:
-    """The models, tables and arrays in an annotation, only those of the value's kind."""
-    origin = get_origin(annotation)
-    if origin is Annotated:
-        yield from _members(get_args(annotation)[0], value)
-    elif origin in (Union, UnionType):
-        for argument in get_args(annotation):
-            yield from _members(argument, value)
-    elif _is_model(annotation):
-        kind, field = _step(value, "kind"), annotation.model_fields.get("kind")
-        if field is None or kind is None or kind in get_args(field.annotation):
-            yield annotation
-    elif origin in (dict, tuple):
-        yield annotation
-
-
-def _known_paths(model: Any, prefix: str) -> Iterator[str]:
-    """Every key that does not lie below a table or array of free names."""
-    for name, field in model.model_fields.items():
-        yield prefix + name
-        for member in _members(field.annotation, None):
-            if _is_model(member):
-                yield from _known_paths(member, f"{prefix}{name}.")
 
 
 def _did_you_mean(word: str, known: Mapping[str, Any]) -> str:

@@ -1,3 +1,5 @@
+import shutil
+
 import numpy as np
 import pytest
 from pydantic import ValidationError
@@ -6,7 +8,7 @@ from gem.data import synthetic
 from gem.data.check import check
 from gem.data.dataset import Dataset
 from gem.data.features import DataSpec
-from gem.data.prepare import default_folder, notice, prepare
+from gem.data.prepare import default_folder, notice, prepare, provide
 from gem.data.reader import open_reader
 from gem.data.synthetic import true_probabilities
 from gem.data.synthetic_spec import SyntheticSpec
@@ -197,3 +199,29 @@ def test_default_folder_tells_options_apart(tmp_path):
 
 def test_notice_of_free_data(folder):
     assert "no restrictions" in notice(Dataset.open(folder).spec)
+
+
+def test_named_folder_holds_a_data_set_of_any_name(folder, tmp_path):
+    """A log of one's own: nothing is made, and the name must be the one in the folder."""
+    own = tmp_path / "own"
+    shutil.copytree(folder, own)
+    path = own / "dataset.toml"
+    path.write_text(path.read_text().replace('name = "synthetic"', 'name = "shop"', 1))
+    assert provide(DataSpec(dataset="shop", folder=str(own)), tmp_path).name == "shop"
+    with pytest.raises(DataError, match="which holds 'shop'"):
+        provide(DataSpec(dataset="shops", folder=str(own)), tmp_path)
+
+
+def test_mistyped_folder_is_not_filled(tmp_path):
+    wrong = tmp_path / "wrong"
+    with pytest.raises(DataError, match=r"folder must hold a dataset.toml; got .*wrong"):
+        provide(DataSpec(dataset="synthetic", folder=str(wrong)), tmp_path)
+    assert not wrong.exists()
+
+
+def test_without_a_folder_the_data_set_is_made_by_name(tmp_path):
+    data = DataSpec(dataset="synthetic", synthetic=SMALL)
+    assert provide(data, tmp_path).examples.rows == SMALL.rows
+    assert (default_folder(data, tmp_path) / "dataset.toml").is_file()
+    with pytest.raises(ConfigError, match=r"a data set of your own from data.folder"):
+        provide(DataSpec(dataset="shop"), tmp_path)

@@ -22,6 +22,7 @@ from gem_jagged.checks import (
     check_offsets_shape,
     check_total_fits,
     host_lengths,
+    sum_of_lengths,
 )
 from gem_opkit.errors import ConfigError, DeviceError, DtypeError, ShapeError, refusal
 
@@ -86,9 +87,9 @@ class Layout:
         """
         host = host_lengths("Layout.from_lengths", lengths)
         check_offset_dtype("Layout.from_lengths", dtype)
+        total = sum_of_lengths("Layout.from_lengths", host)
         offsets = torch.zeros(host.shape[0] + 1, dtype=torch.int64)
         torch.cumsum(host, 0, out=offsets[1:])
-        total = int(offsets[-1])
         check_total_fits("Layout.from_lengths", total, dtype)
         return cls(
             offsets_O=offsets.to(dtype).to(device, non_blocking=True),
@@ -226,7 +227,7 @@ class Layout:
                     fix="build the layout with Layout.from_lengths",
                 )
             )
-        total = int(self.lengths.sum())
+        total = sum_of_lengths(op, self.lengths)
         if self.total_tokens != total:
             raise ShapeError(
                 refusal(
@@ -291,7 +292,7 @@ class Jagged:
 
         Raises:
             ShapeError: an empty list, or tensors that differ in more than their length.
-            DtypeError: tensors of different dtypes.
+            DtypeError, DeviceError: tensors of different dtypes, or on different devices.
         """
         op = "Jagged.from_list"
         if not sequences:
@@ -314,6 +315,16 @@ class Jagged:
                         must=f"have shape (length, {', '.join(map(str, first.shape[1:]))})",
                         got=tuple(tensor.shape),
                         fix="make all sequences equally wide",
+                    )
+                )
+            if tensor.device != first.device:
+                raise DeviceError(
+                    refusal(
+                        op,
+                        f"sequences[{row}]",
+                        must=f"be on {first.device} like sequences[0]",
+                        got=tensor.device,
+                        fix="move it",
                     )
                 )
             if tensor.dtype != first.dtype:

@@ -32,7 +32,18 @@ def host_lengths(op: str, lengths: object) -> Tensor:
                 )
             )
     else:
-        tensor = torch.as_tensor(lengths)
+        try:
+            tensor = torch.as_tensor(lengths)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise DtypeError(
+                refusal(
+                    op,
+                    "lengths",
+                    must="be a list, an array or a tensor of integers",
+                    got=f"{type(lengths).__name__} ({error})",
+                    fix="count the tokens of each sequence",
+                )
+            ) from error
         if tensor.numel() == 0 and not hasattr(lengths, "dtype"):
             tensor = tensor.to(torch.int64)  # an empty list has no dtype of its own
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool:
@@ -86,6 +97,22 @@ def check_offset_dtype(op: str, dtype: torch.dtype) -> None:
         raise DtypeError(
             refusal(op, "offsets_O", must="be int32 or int64", got=dtype, fix="convert the offsets")
         )
+
+
+def sum_of_lengths(op: str, lengths: Tensor) -> int:
+    """Return the sum of host lengths; refuse lengths whose sum int64 would wrap."""
+    # A float sum cannot wrap, and is near enough to tell 2^63 from any total that exists.
+    if float(lengths.sum(dtype=torch.float64)) >= 2.0**63:
+        raise ShapeError(
+            refusal(
+                op,
+                "lengths",
+                must="sum to less than 2^63 tokens",
+                got=f"{float(lengths.sum(dtype=torch.float64)):.3g}",
+                fix="count tokens, not bytes or addresses",
+            )
+        )
+    return int(lengths.sum())
 
 
 def check_total_fits(op: str, total: int, dtype: torch.dtype) -> None:
@@ -199,7 +226,19 @@ def check_align(op: str, align: str) -> None:
 
 def fill_for(op: str, fill: float, dtype: torch.dtype) -> float:
     """Return ``fill`` as the float that an operator's schema takes; refuse what would change."""
-    if not dtype.is_floating_point and not dtype.is_complex:
+    if dtype.is_floating_point or dtype.is_complex:
+        bounds = torch.finfo(dtype)
+        if math.isfinite(fill) and not bounds.min <= fill <= bounds.max:
+            raise DtypeError(
+                refusal(
+                    op,
+                    "fill",
+                    must=f"be in [{bounds.min:.6g}, {bounds.max:.6g}] for {dtype}",
+                    got=fill,
+                    fix="pad with another value, or convert the values first",
+                )
+            )
+    else:
         exact = float(fill).is_integer() and int(float(fill)) == fill
         if dtype == torch.bool:
             exact = exact and fill in (0, 1)

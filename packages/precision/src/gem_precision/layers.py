@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gem_opkit.errors import ConfigError, UnsupportedError, refusal
+from gem_opkit.errors import ConfigError, ShapeError, UnsupportedError, refusal
 from gem_precision.contract import PrecisionRecipe
 from gem_precision.norms import rms_normalize
 
@@ -86,18 +86,23 @@ class RmsNorm(nn.Module):
         affine: learn a gain for each column, starting at 1.
         eps: added to the mean square, above 0.
 
+    Raises:
+        ConfigError: a width or eps out of range; forward raises ShapeError for another width.
+
     Source: Zhang and Sennrich 2019 (arXiv:1910.07467).
     """
 
     def __init__(self, width: int, *, affine: bool = False, eps: float = 1e-6) -> None:
         super().__init__()
         _check_width("RmsNorm", width)
+        _check_eps("RmsNorm", eps)
         self.width = width
         self.eps = eps
         self.gain_D = nn.Parameter(torch.ones(width)) if affine else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dim of x (any shape ending in width); keeps shape and dtype."""
+        _check_last_dim("RmsNorm", x, self.width)
         y = rms_normalize(x, self.eps)
         return y if self.gain_D is None else (y * self.gain_D).to(x.dtype)
 
@@ -118,18 +123,23 @@ class LayerNorm(nn.Module):
         affine: learn a gain for each column, starting at 1.
         eps: added to the variance, above 0.
 
+    Raises:
+        ConfigError: a width or eps out of range; forward raises ShapeError for another width.
+
     Source: Ba et al. 2016 (arXiv:1607.06450).
     """
 
     def __init__(self, width: int, *, affine: bool = False, eps: float = 1e-6) -> None:
         super().__init__()
         _check_width("LayerNorm", width)
+        _check_eps("LayerNorm", eps)
         self.width = width
         self.eps = eps
         self.gain_D = nn.Parameter(torch.ones(width)) if affine else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dim of x (any shape ending in width); keeps shape and dtype."""
+        _check_last_dim("LayerNorm", x, self.width)
         # autocast would return float32 here; the caller's dtype is what the next matmul reads.
         return F.layer_norm(x, (self.width,), self.gain_D, None, self.eps).to(x.dtype)
 
@@ -149,6 +159,9 @@ class Projection(nn.Linear):
         in_width: size of the last dim of the input, above 0.
         out_width: size of the last dim of the output, above 0.
         init_gain: standard deviation of the outputs at the start, at least 0.
+
+    Raises:
+        ConfigError: a width out of range; forward raises ShapeError for another width.
     """
 
     def __init__(self, in_width: int, out_width: int, *, init_gain: float = 1.0) -> None:
@@ -160,6 +173,11 @@ class Projection(nn.Linear):
     def reset_parameters(self) -> None:
         """Draw the weight anew from torch's default generator of its device."""
         nn.init.normal_(self.weight, std=self.init_gain * self.in_features**-0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x (any shape ending in in_width) to the same shape ending in out_width."""
+        _check_last_dim("Projection", x, self.in_features)
+        return super().forward(x)
 
 
 class Mlp(nn.Module):
@@ -228,4 +246,24 @@ def _check_width(op: str, width: int) -> None:
     if width <= 0:
         raise ConfigError(
             refusal(op, "width", must="be above 0", got=width, fix="give the size of the last dim")
+        )
+
+
+def _check_eps(op: str, eps: float) -> None:
+    if not eps > 0:
+        raise ConfigError(
+            refusal(op, "eps", must="be above 0", got=eps, fix="it keeps a row of zeros finite")
+        )
+
+
+def _check_last_dim(op: str, x: Tensor, width: int) -> None:
+    if x.ndim == 0 or x.shape[-1] != width:
+        raise ShapeError(
+            refusal(
+                op,
+                "x",
+                must=f"end in a dim of {width}, the width of the layer",
+                got=f"shape {tuple(x.shape)}",
+                fix="build the layer for this width",
+            )
         )

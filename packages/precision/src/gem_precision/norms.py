@@ -1,7 +1,8 @@
 """Root-mean-square normalisation with its backward written out.
 
 Autograd through the plain formula makes seven passes over the tokens and keeps three copies of
-them; written out it makes two and keeps the output alone. Inside ``torch.compile`` the plain
+them; written out it makes two and keeps one copy: the output, or in half precision the input,
+because the output has been rounded. Inside ``torch.compile`` the plain
 formula is traced, because the compiler fuses it and its derivative with their neighbours. Left
 out: an affine gain, which the layers apply themselves, and a fused GPU kernel.
 """
@@ -10,6 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gem_opkit.errors import DtypeError, ShapeError, refusal
 
 
 class _RmsNormalize(torch.autograd.Function):
@@ -24,16 +28,22 @@ class _RmsNormalize(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        y, rstd = output
+        x, (y, rstd) = inputs[0], output
         ctx.mark_non_differentiable(rstd)
-        ctx.save_for_backward(y, rstd)
+        # Where dy points along y the two terms cancel, and all that is left is rounding: a y
+        # that was rounded to half precision would be most of it.
+        ctx.from_input = x.dtype != rstd.dtype
+        ctx.save_for_backward(x if ctx.from_input else y, rstd)
 
+    # The derivative of rstd is inside the formula, so that a second derivative would miss it.
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
-        grad_y = grads[0]
-        y, rstd = ctx.saved_tensors
-        mean = (grad_y * y).to(rstd.dtype).mean(dim=-1, keepdim=True)
-        return (torch.addcmul(grad_y, y, mean.to(y.dtype), value=-1) * rstd).to(y.dtype), None
+        saved, rstd = ctx.saved_tensors
+        grad_y = grads[0].to(rstd.dtype)
+        y = saved * rstd if ctx.from_input else saved
+        mean = (grad_y * y).mean(dim=-1, keepdim=True)
+        return (torch.addcmul(grad_y, y, mean, value=-1) * rstd).to(saved.dtype), None
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -52,13 +62,24 @@ def rms_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
         eps: added to the mean square, above 0, so that a row of zeros gives zeros.
 
     Returns:
-        y of the same shape and dtype.
+        y of the same shape and dtype; differentiable once outside a compiled graph.
 
-    Numerics: bfloat16 and float16 are widened to float32 inside; the backward is written out and
-        reads y, not x.
+    Raises:
+        DtypeError, ShapeError: x that is not floating point, or a scalar.
+
+    Numerics: bfloat16 and float16 are widened to float32 inside, forward and backward, and
+        rounded once.
     Cost: no matrix product; counted as 0 FLOPs.
     Source: Zhang and Sennrich 2019 (arXiv:1910.07467).
     """
+    if not x.dtype.is_floating_point:
+        raise DtypeError(
+            refusal("rms_normalize", "x", must="be floating point", got=x.dtype, fix="convert it")
+        )
+    if x.ndim == 0:
+        raise ShapeError(
+            refusal("rms_normalize", "x", must="have a last dim", got="a scalar", fix="reshape it")
+        )
     if torch.compiler.is_compiling():
         wide = _wide(x)
         mean_square = wide.square().mean(dim=-1, keepdim=True)

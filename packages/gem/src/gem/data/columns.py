@@ -16,6 +16,9 @@ import pyarrow.parquet as pq
 from gem.data.names import nearest
 from gem_opkit.errors import DataError, refusal
 
+# The difference of two such times, and one shifted by a time zone, still fit in int64.
+MOST_MS = 2**62 - 1
+
 
 @dataclass(frozen=True, slots=True)
 class ColumnRequest:
@@ -23,9 +26,9 @@ class ColumnRequest:
 
     Attributes:
         name: its name in the files.
-        kind: ids and lists of ids become int64; times int64, never null; numbers float32, where
-            NaN counts as missing; labels float32 in [0, 1] with NaN where unknown; weights
-            float32, at least 0.
+        kind: ids and lists of ids become int64; times int64 within MOST_MS, never null; numbers
+            float32, where NaN counts as missing; labels float32 in [0, 1] with NaN where unknown;
+            weights float32, at least 0.
         fill: what stands for a null; None where a null is an error.
         rows: ids must lie in 0 .. rows-1; None for any int64.
     """
@@ -83,8 +86,15 @@ def part_files(folder: Path) -> list[Path]:
 
 
 def count_rows(files: Sequence[Path]) -> int:
-    """Rows of all files, from their footers."""
-    return sum(pq.ParquetFile(file, memory_map=True).metadata.num_rows for file in files)
+    """Rows of all files, from their footers.
+
+    Args:
+        files: Parquet files.
+
+    Raises:
+        DataError: a file cannot be read.
+    """
+    return sum(_open(file).metadata.num_rows for file in files)
 
 
 def read_columns(files: Sequence[Path], requests: Sequence[ColumnRequest]) -> dict[str, Column]:
@@ -110,7 +120,7 @@ def read_columns(files: Sequence[Path], requests: Sequence[ColumnRequest]) -> di
         _check_names(file, parquet.schema_arrow.names, requests)
         first_row = 0
         for group in range(parquet.num_row_groups):
-            table = parquet.read_row_group(group, columns=list(chunks))
+            table = _row_group(parquet, file, group, list(chunks))
             for request in requests:
                 where = _Place(file, first_row, request)
                 values, lengths, filled = _decode(table.column(request.name), where)
@@ -123,20 +133,41 @@ def read_columns(files: Sequence[Path], requests: Sequence[ColumnRequest]) -> di
 def _open(file: Path) -> pq.ParquetFile:
     try:
         return pq.ParquetFile(file, memory_map=True)
-    except (pa.ArrowInvalid, OSError) as fault:
-        raise DataError(
-            refusal(
-                "gem data",
-                str(file),
-                must="be a whole Parquet file",
-                got=fault,
-                fix="make the data set again",
-            )
-        ) from fault
+    except (pa.ArrowException, OSError) as fault:
+        raise _not_whole(file, fault) from fault
+
+
+def _row_group(parquet: pq.ParquetFile, file: Path, group: int, names: list[str]) -> pa.Table:
+    try:
+        return parquet.read_row_group(group, columns=names)
+    except (pa.ArrowException, OSError) as fault:  # a damaged page says nothing of its file
+        raise _not_whole(file, fault) from fault
+
+
+def _not_whole(file: Path, fault: Exception) -> DataError:
+    return DataError(
+        refusal(
+            "gem data",
+            str(file),
+            must="be a whole Parquet file",
+            got=str(fault).rstrip("."),
+            fix="restore it, or make the data set again",
+        )
+    )
 
 
 def _check_names(file: Path, names: list[str], requests: Sequence[ColumnRequest]) -> None:
     for request in requests:
+        if names.count(request.name) > 1:
+            raise DataError(
+                refusal(
+                    "gem data",
+                    str(file),
+                    must=f"have one column {request.name!r}",
+                    got=names.count(request.name),
+                    fix="remove or rename the others",
+                )
+            )
         if request.name not in names:
             raise DataError(
                 refusal(
@@ -165,9 +196,6 @@ class _Place:
             f"{self.file}: {place} must {must}; got {got}; "
             f"mend the file or declare the column otherwise in dataset.toml"
         )
-
-
-_DTYPES = {"id": np.int64, "ids": np.int64, "time": np.int64}
 
 
 def _decode(column: pa.ChunkedArray, where: _Place) -> tuple[np.ndarray, np.ndarray | None, int]:
@@ -237,6 +265,9 @@ def _check_values(values: np.ndarray, where: _Place, owners: np.ndarray | None) 
     request = where.request
     if request.kind in ("id", "ids") and request.rows is not None:
         bad, must = (values < 0) | (values >= request.rows), f"lie in 0 .. {request.rows - 1}"
+    elif request.kind == "time":
+        bad = (values < -MOST_MS) | (values > MOST_MS)
+        must = f"be milliseconds since 1970, between {-MOST_MS} and {MOST_MS}"
     elif request.kind == "number":
         bad, must = ~np.isfinite(values), "be finite"
     elif request.kind == "label":

@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import ValidationError
 
+from gem.contract_faults import explain
 from gem.data.columns import Column, ColumnRequest, count_rows, part_files, read_columns
 from gem.data.features import (
     DatasetSpec,
@@ -73,10 +74,7 @@ class Dataset:
                     fix="make the data set with `gem data prepare`",
                 )
             )
-        try:
-            spec = DatasetSpec.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
-        except (tomllib.TOMLDecodeError, ValidationError) as fault:
-            raise DataError(f"{path}: {fault}") from fault
+        spec = _read_spec(path)
         dataset = cls(folder, spec)
         rows = count_rows(part_files(dataset.examples_folder))
         if rows != spec.examples.rows:
@@ -231,6 +229,20 @@ def _chosen(
             )
         requests.append(declared[name])
     return requests
+
+
+def _read_spec(path: Path) -> DatasetSpec:
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as fault:
+        raise DataError(
+            f"{path}: the file must be TOML in UTF-8; got {fault}; mend it, or make the data set "
+            f"again"
+        ) from fault
+    try:
+        return DatasetSpec.model_validate(raw)
+    except ValidationError as fault:
+        raise DataError(f"{path}: {explain(fault, raw, DatasetSpec)}") from fault
 
 
 class DatasetWriter:

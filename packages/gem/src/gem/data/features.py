@@ -167,12 +167,21 @@ class DatasetSpec(Contract):
         _unique("split", (split.name for split in self.splits))
         _unique("input", self.input_names())
         _unique("label", (label.name for label in self.examples.labels))
+        _unique("domain", self.domains)
+        _no_label_is_read(self.examples)
         tables = {table.name: table for table in self.tables}
         for owner, fields in self._id_fields():
             _unique(f"id field of {owner}", (field.name for field in fields))
             for field in fields:
                 _check_id_field(owner, field, tables)
         own_ids = {field.name for field in self.examples.ids}
+        joined = {self.examples.user, *(entity.key for entity in self.entities)}
+        for field in self.examples.ids:
+            if field.multi and field.name in joined | {self.examples.item, self.examples.domain}:
+                raise ValueError(
+                    f"examples: {field.name!r} must hold one id a row, as rows are joined or "
+                    f"grouped by it; got multi = true; remove that"
+                )
         for entity in self.entities:
             if entity.key not in own_ids:
                 raise ValueError(
@@ -313,7 +322,9 @@ class StreamRead(Contract):
 class DataSpec(Contract):
     """The `[data]` section of a recipe: what is read, and what is computed while reading."""
 
-    dataset: Name = Field(description="name known to `gem data prepare`")
+    dataset: Name = Field(
+        description="name known to `gem data prepare`, or that of the data set in `folder`"
+    )
     folder: str | None = Field(
         default=None, description="folder of a prepared data set; none: made on the first run"
     )
@@ -348,12 +359,36 @@ class DataSpec(Contract):
     def _consistent(self) -> "DataSpec":
         _unique("derived input", (derived.name for derived in self.derived))
         _unique("statistic", (statistic.name for statistic in self.statistics))
+        if self.folder is not None and self.source is not None:
+            raise ValueError(
+                f"source: raw files are read to make a data set, and the one in folder = "
+                f"{self.folder!r} is made already; remove one of the two"
+            )
         if self.synthetic is not None and self.dataset != "synthetic":
             raise ValueError(
                 f"synthetic: options of the generator need dataset = 'synthetic'; "
                 f"got {self.dataset!r}"
             )
         return self
+
+
+def _no_label_is_read(examples: ExamplesSpec) -> None:
+    """A label that is also an input would be learned from itself, and nothing would show it."""
+    roles = {examples.user, examples.time, examples.domain, examples.weight}
+    read = roles | {field.name for field in (*examples.ids, *examples.numbers)}
+    for label in examples.labels:
+        if label.name in read:
+            raise ValueError(
+                f"label {label.name!r} must be a column that is nothing else; got one that is also "
+                f"an input, the user, the time, the domain or the weight; remove it there"
+            )
+    fields = {field.name for field in (*examples.ids, *examples.numbers)}
+    for word, name in (("time", examples.time), ("weight", examples.weight)):
+        if name in fields:
+            raise ValueError(
+                f"examples: {word} {name!r} must be no input as well; give the input a column of "
+                f"its own"
+            )
 
 
 def _check_id_field(owner: str, field: IdField | EventIdField, tables: dict[str, IdTable]) -> None:

@@ -65,7 +65,7 @@ def prepare(
                 "name",
                 must=f"be one of {', '.join(NAMES)}",
                 got=repr(name) + nearest(name, NAMES),
-                fix="correct the name",
+                fix="correct the name; a recipe reads a data set of your own from data.folder",
             )
         )
     if options is not None and name != "synthetic":
@@ -78,6 +78,27 @@ def prepare(
     if name == "synthetic":
         return write_synthetic(out, options or SyntheticSpec())
     return write_movielens_100k(out, source=None if source is None else Path(source))
+
+
+def provide(data: DataSpec, root: Path) -> DatasetSpec:
+    """The data set that a recipe reads: the one in its folder, else one that is made by name.
+
+    Args:
+        data: the recipe's section. With a `folder` nothing is made: a mistyped one would be filled
+            with other data, and the data set there may be anybody's.
+        root: as in `default_folder`.
+
+    Returns:
+        the contract of the data set in `default_folder`.
+
+    Raises:
+        ConfigError, DataError: as `prepare`, or the folder holds another data set.
+    """
+    folder = default_folder(data, root)
+    if data.folder is None:
+        return prepare(data.dataset, folder, source=data.source, options=data.synthetic)
+    wanted = {} if data.synthetic is None else data.synthetic.model_dump()
+    return _existing(folder, data.dataset, wanted)
 
 
 def notice(spec: DatasetSpec) -> str:
@@ -106,7 +127,7 @@ def _existing(out: Path, name: str, wanted: dict[str, object]) -> DatasetSpec:
                 "out",
                 must=f"be free or hold {name!r}",
                 got=f"{out}, which holds {spec.name!r}",
-                fix="choose another folder",
+                fix="choose another folder or correct the name",
             )
         )
     for key, value in wanted.items():

@@ -138,7 +138,7 @@ class AucState:
             The value with its error bound, or None with a reason where a class is missing.
 
         Numerics: counts are int64; pairs are summed in float64 as shares of the whole, so that
-        more than 2^63 pairs do not overflow.
+        more than 2^63 pairs do not overflow. No BLAS, whose order of addition depends on threads.
         """
         self.compact()
         positives, negatives = int(self.positives.sum()), int(self.negatives.sum())
@@ -148,8 +148,8 @@ class AucState:
             return AucValue(None, ONE_CLASS)
         below = np.cumsum(self.negatives) - self.negatives
         share = (below + 0.5 * self.negatives) / negatives
-        auc = float(np.dot(self.positives / positives, share))
-        tied = float(np.dot(self.positives / positives, self.negatives / negatives))
+        auc = float(np.sum(self.positives / positives * share))
+        tied = float(np.sum(self.positives / positives * (self.negatives / negatives)))
         return AucValue(min(auc, 1.0), None, 0.5 * tied if self.dropped_bits else 0.0)
 
     def to_arrays(self) -> dict[str, NDArray]:
@@ -299,7 +299,7 @@ class GroupedAuc:
             return AucValue(None, NO_GROUP)
         aucs = wins[both] / (positives[both] * negatives[both])
         examples = (positives + negatives)[both]
-        value = float(np.dot(aucs, examples / examples.sum()))
+        value = float(np.sum(aucs * (examples / examples.sum())))
         return AucValue(value, None, float("nan") if self.sample_bits else 0.0)
 
     def to_arrays(self) -> dict[str, NDArray]:

@@ -111,10 +111,14 @@ class TrainSpec(Contract):
         return self
 
 
-# Settings that may differ between a checkpoint and the run that continues it: they decide how a
-# run is watched and kept, not what it computes.
+# Settings that may differ between a checkpoint and the run that continues it: they decide where a
+# run finds its data, how it is watched and kept, not what it computes. That the data is the same
+# is checked by its fingerprint.
 RESUMABLE_KEYS = frozenset(
     {
+        "description",
+        "data.folder",
+        "data.source",
         "train.prefetch_batches",
         "train.checkpoint_every_steps",
         "train.keep_checkpoints",

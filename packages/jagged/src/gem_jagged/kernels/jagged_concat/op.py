@@ -122,6 +122,28 @@ def concat_layouts(left: Layout, right: Layout) -> Layout:
     return layout.checked("shapes")
 
 
+def _check_result_layout(left: Layout, right: Layout, layout: Layout) -> None:
+    """Refuse a layout of the result that joins other sequences than the two sides have."""
+    if layout.batch != left.batch:
+        raise ShapeError(
+            f"{_NAME}: layout has B={layout.batch} but left_layout has B={left.batch}; "
+            f"make it with concat_layouts"
+        )
+    # A graph knows the number of lengths, not the lengths.
+    if torch.compiler.is_compiling() or torch.equal(layout.lengths, left.lengths + right.lengths):
+        return
+    row = int((layout.lengths != left.lengths + right.lengths).nonzero()[0])
+    raise ShapeError(
+        refusal(
+            _NAME,
+            f"layout.lengths[{row}]",
+            must=f"be {int(left.lengths[row] + right.lengths[row])}, the tokens of both sides",
+            got=int(layout.lengths[row]),
+            fix="make it with concat_layouts",
+        )
+    )
+
+
 def jagged_concat(
     left_TD: Tensor,
     left_layout: Layout,
@@ -193,4 +215,5 @@ def jagged_concat(
         layout = concat_layouts(left_layout, right_layout)
     else:
         check_layout(_NAME, values_TD, layout, name="the result", layout_name="layout")
+        _check_result_layout(left_layout, right_layout, layout)
     return split_trailing(values_TD, left_TD, leading=1), layout

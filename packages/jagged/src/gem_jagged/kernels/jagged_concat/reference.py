@@ -12,6 +12,7 @@ Backward takes the two parts out again. ``jagged_split`` is the same map read th
 import torch
 from torch import Tensor
 
+from gem_jagged.movable import copy_rows
 from gem_jagged.offsets import sequence_ids
 
 
@@ -55,8 +56,8 @@ def jagged_concat_reference(
         left_offsets_O, right_offsets_O, left_TD.shape[0], right_SD.shape[0]
     )
     values = left_TD.new_empty((left_TD.shape[0] + right_SD.shape[0], left_TD.shape[1]))
-    values.index_copy_(0, left_rows, left_TD)
-    return values.index_copy_(0, right_rows, right_SD)
+    copy_rows(values, left_rows, left_TD)
+    return copy_rows(values, right_rows, right_SD)
 
 
 def jagged_concat_backward_reference(

@@ -9,6 +9,7 @@ so that each can be read and changed alone.
 import torch
 from torch import Tensor
 
+from gem_jagged.movable import copy_rows
 from gem_jagged.offsets import sequence_ids
 
 
@@ -71,5 +72,5 @@ def jagged_split_backward_reference(
     left_tokens, right_tokens = grad_left_TD.shape[0], grad_right_SD.shape[0]
     left_rows, right_rows = split_rows(left_offsets_O, right_offsets_O, left_tokens, right_tokens)
     grad = grad_left_TD.new_empty((left_tokens + right_tokens, grad_left_TD.shape[1]))
-    grad.index_copy_(0, left_rows, grad_left_TD)
-    return grad.index_copy_(0, right_rows, grad_right_SD)
+    copy_rows(grad, left_rows, grad_left_TD)
+    return copy_rows(grad, right_rows, grad_right_SD)

@@ -12,6 +12,7 @@ last N. Backward moves each gradient row back; a token that was cut off gets 0.
 import torch
 from torch import Tensor
 
+from gem_jagged.movable import copy_rows
 from gem_jagged.offsets import sequence_ids
 
 
@@ -70,7 +71,7 @@ def jagged_to_padded_reference(
     padded = values_TD.new_full((rows + 1, width), fill)
     if max_length > length:
         row_T = torch.where(holds_T, row_T, rows)
-    padded.index_copy_(0, row_T, values_TD)
+    copy_rows(padded, row_T, values_TD)
     return padded[:rows].view(batch, length, width)
 
 

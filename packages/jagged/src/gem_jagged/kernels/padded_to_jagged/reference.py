@@ -12,6 +12,7 @@ Slots without a token are dropped; their gradient is 0. Written out here rather 
 import torch
 from torch import Tensor
 
+from gem_jagged.movable import copy_rows
 from gem_jagged.offsets import sequence_ids
 
 
@@ -74,5 +75,5 @@ def padded_to_jagged_backward_reference(
     batch, (total_tokens, width) = offsets_O.shape[0] - 1, grad_TD.shape
     grad = grad_TD.new_zeros((batch * length, width))
     if total_tokens > 0:
-        grad.index_copy_(0, token_rows(offsets_O, total_tokens, length, align), grad_TD)
+        copy_rows(grad, token_rows(offsets_O, total_tokens, length, align), grad_TD)
     return grad.view(batch, length, width)
