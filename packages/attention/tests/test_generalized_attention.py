@@ -279,6 +279,16 @@ def test_every_head_width(width):
     )
 
 
+def test_a_side_beyond_int32_is_an_open_side():
+    inputs_ = inputs((5, 4), (7, 2))
+    for window, open_window in [((2**31, 0), (None, 0)), ((1, 2**63 - 1), (1, None))]:
+        check_runs_equal(
+            run_with_gradients(variant(window=window), fresh(inputs_)),
+            run_with_gradients(variant(window=open_window), fresh(inputs_)),
+            what=f"{window}: ",
+        )
+
+
 def test_no_keys_give_zero_and_no_gradient():
     q, k, v, layout, k_layout = inputs((2, 1, 0), (0, 0, 3))
     out = generalized_attention(q, k, v, layout, k_layout, activation="silu")

@@ -1,3 +1,5 @@
+from functools import partial
+
 import pytest
 import torch
 
@@ -306,6 +308,53 @@ def test_the_window_shows_what_its_mask_says(q_tokens, k_tokens, window):
     out = jagged_flash_attention(q, k, v, layout, k_layout, window=window)
     mask = window_mask(q_tokens, k_tokens, *window)
     assert torch.equal(out > 0, mask[:, None, :].expand(-1, 2, -1))
+
+
+@pytest.mark.parametrize("huge", [2**31 - 1, 2**31, 2**32, 2**40, 2**63 - 1])
+def test_a_side_beyond_int32_is_an_open_side(huge):
+    # What a caller without limits writes (sys.maxsize) must not wrap to a window of nothing.
+    inputs_ = inputs((5, 4), (7, 2))
+    for window, open_window in [
+        ((huge, 0), (None, 0)),
+        ((0, huge), (0, None)),
+        ((huge, 1), (None, 1)),
+        ((huge, huge), (None, None)),
+    ]:
+        check_runs_equal(
+            run_with_gradients(variant(window=window), fresh(inputs_)),
+            run_with_gradients(variant(window=open_window), fresh(inputs_)),
+            what=f"{window}: ",
+        )
+
+
+@pytest.mark.parametrize("window", [(None, 0), (1, 0)])
+def test_a_hidden_key_never_wins_over_a_very_low_score(window):
+    # The first key of each sequence scores near the lowest float32, the hidden ones 0.
+    lengths = (3, 5, 4)
+    q, k, v, layout, _ = inputs(lengths)
+    with torch.no_grad():
+        q.fill_(1.0)
+        k.fill_(0.0)
+        k[[0, 3, 8]] = -3e38 / 4
+    attend = variant(window=window, scale=1.0)
+    run = run_with_gradients(attend, (q, k, v, layout, layout))
+    doubles = fresh((q, k, v, layout, layout), dtype=torch.float64)
+    exact = run_with_gradients(partial(oracle, window=window, scale=1.0), doubles)
+    out, lse = run.outputs
+    assert torch.equal(out[[0, 3, 8]], v.detach()[[0, 3, 8]])
+    torch.testing.assert_close(out, exact.outputs[0].float())
+    torch.testing.assert_close(lse, exact.outputs[1].float())
+    torch.testing.assert_close(run.gradients[2], exact.gradients[2].float())
+
+
+def test_keys_of_minus_infinity_are_not_replaced_by_hidden_ones():
+    q, k, v, layout, _ = inputs((3,))
+    with torch.no_grad():
+        q.fill_(1.0)
+        k[0] = -torch.inf
+    out = jagged_flash_attention(q, k, v, layout, causal=True)
+    assert out[0].isnan().all()  # 0/0: the first query sees nothing but that key
+    assert torch.equal(out[1], v[1])
 
 
 def test_without_a_window_every_probability_is_right():

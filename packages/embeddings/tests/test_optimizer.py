@@ -322,7 +322,11 @@ def test_refuses():
                 "grad must have two dims and be dense, or sparse over its rows alone",
             ),
             (lambda: gradient_rows(torch.zeros(3)), ShapeError, "grad must have two dims"),
-            (lambda: Adam([weight], eps=-1.0), ConfigError, "Adam: eps must be above 0; got -1"),
+            (
+                lambda: Adam([weight], eps=-1.0),
+                ConfigError,
+                "Adam: eps must be above 0 and finite; got -1",
+            ),
             (
                 lambda: Adam([weight], betas=(0.9, 1.0)),
                 ConfigError,

@@ -25,7 +25,7 @@ from gem.train.loop import train
 from gem.train.normalized_entropy import CLIP, binary_entropy
 from gem.train.progress import Display
 from gem.train.run import PREDICTIONS_FILE
-from gem_opkit.bench import _provenance, _write
+from gem_opkit.bench import provenance, write_rows
 
 RESULTS = Path(__file__).resolve().parents[3] / "results" / "cpu" / "quality.jsonl"
 RESAMPLES = 10_000
@@ -157,10 +157,14 @@ def main() -> None:
             }
         )
         console.print(rows[-1]["case"], {k: v for k, v in found.items() if not math.isnan(v)})
-    origin = _provenance()
-    rows = [{**row, "settings": chosen.settings, **origin} for row in rows]
+    origin = provenance()
+    # A row with settings is a case of its own and must not replace the shipped recipe's.
+    suffix = f" with {', '.join(chosen.settings)}" if chosen.settings else ""
+    rows = [
+        {**row, "case": row["case"] + suffix, "settings": chosen.settings, **origin} for row in rows
+    ]
     json.dumps(rows, allow_nan=False)  # refuse to write what is not a number
-    _write(chosen.results, rows)
+    write_rows(chosen.results, rows)
     console.print(f"{len(rows)} rows in {chosen.results}")
 
 

@@ -163,11 +163,13 @@ def test_killed_and_resumed_equals_unbroken(gem, tiny_file, data, tmp_path):
 
 
 def test_interrupt_ends_after_the_step_and_says_how_to_go_on(gem, tiny_file, data, tmp_path):
-    train = ("train", tiny_file, "--set", data, "--set", "train.passes=3", "--json")
+    train = ("train", tiny_file, "--set", data, "--json")
+    # Long enough that the signal comes before the end on a busy machine, too.
+    train = (*train, "--set", "train.passes=6", "--set", "train.checkpoint_every_steps=5")
     _, out, _ = gem(*train, "--out", "whole")
     unbroken = json.loads(out)
     stopped = start("gem", *train, "--out", "stopped")
-    wait_for(tmp_path / "stopped" / "checkpoints" / "step-3", stopped)
+    wait_for(tmp_path / "stopped" / "checkpoints" / "step-5", stopped)
     stopped.send_signal(signal.SIGINT)
     out, err = stopped.communicate(timeout=60)
     assert (stopped.returncode, out) == (130, ""), err

@@ -118,6 +118,18 @@ def test_half_precision_is_within_the_error_budget(case):
     check_budget(jagged_mean(half, layout), torch.stack(plain), exact)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_long_sequences_are_not_summed_in_half_precision(dtype):
+    # A sum of ones in bfloat16 stands still at 256, one of 100 in float16 overflows at 656.
+    layout = Layout.from_lengths([1, 3000])
+    for value in (1.0, 100.0):
+        values = torch.full((3001, 2), value, dtype=dtype, requires_grad=True)
+        mean = jagged_mean(values, layout)
+        assert mean.tolist() == [[value] * 2] * 2
+        (grad,) = torch.autograd.grad(mean, values, torch.full_like(mean, 3000.0))
+        assert grad[1:].double().sub(1).abs().max() < 0.01
+
+
 def test_takes_one_and_three_dims_and_any_strides():
     layout = Layout.from_lengths([2, 0, 3])
     assert jagged_mean(torch.arange(10.0)[::2], layout).tolist() == [1.0, 0.0, 6.0]

@@ -22,14 +22,34 @@ def test_bad_environment_is_named(monkeypatch):
             pass
 
 
+@pytest.mark.parametrize(
+    ("rank", "size", "word"),
+    [
+        ("2", "2", r"RANK must be in \[0, WORLD_SIZE\); got RANK 2 of WORLD_SIZE 2"),
+        ("0", "0", "got RANK 0 of WORLD_SIZE 0"),
+        ("1", "1", "got RANK 1 of WORLD_SIZE 1"),
+        (None, "2", "RANK must be set with WORLD_SIZE 2; got none"),
+    ],
+)
+def test_a_place_that_does_not_exist_is_refused_not_waited_for(monkeypatch, rank, size, word):
+    monkeypatch.delenv("RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", size)
+    with pytest.raises(ConfigError, match=word):  # noqa: SIM117
+        with process_group("cpu"):
+            pass
+
+
 def test_unknown_device_is_refused():
     with pytest.raises(ConfigError, match="auto, cpu or cuda; got 'tpu'"):  # noqa: SIM117
         with process_group("tpu"):
             pass
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_cuda_without_a_gpu_is_refused():
+def test_cuda_without_a_gpu_is_refused(monkeypatch):
+    # Also where there is a GPU: a skip here would fail on that machine.
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ConfigError, match="got local rank 0 and 0 GPUs"):  # noqa: SIM117
         with process_group("cuda"):
             pass

@@ -36,6 +36,8 @@ _PADDING = 1.15
 # cut gathers keys again.
 _TASK_OVERHEAD = 1.2
 
+_INT32_MAX = 2**31 - 1
+
 
 class Task(NamedTuple):
     """A rectangle of scores of one sequence.
@@ -180,10 +182,11 @@ class Chunk:
         key = torch.arange(self.keys, dtype=torch.int32, device=device)
         after = (key - query) + diagonal
         hidden = torch.zeros_like(after, dtype=torch.bool)
+        # A comparison takes its number in the tensor's dtype, where more than 2^31 - 1 wraps.
         if left_tokens is not None:
-            hidden |= after < -left_tokens
+            hidden |= after < -min(left_tokens, _INT32_MAX)
         if right_tokens is not None:
-            hidden |= after > right_tokens
+            hidden |= after > min(right_tokens, _INT32_MAX)
         return hidden
 
 

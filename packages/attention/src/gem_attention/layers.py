@@ -364,7 +364,17 @@ class SumKronLinear(nn.Module):
         self.w = nn.Parameter(torch.randn(rank * width, width) * (rank * width) ** -0.5)
 
     def forward(self, h_BPD: Tensor) -> Tensor:
-        """Map (B, tokens_in, D) to (B, tokens_out, D)."""
+        """Mix tokens and columns.
+
+        Args:
+            h_BPD: tokens_in tokens of each example.
+
+        Returns:
+            y_BPD with tokens_out tokens.
+
+        Raises:
+            ShapeError: h_BPD has another number of dims.
+        """
         check_shapes("SumKronLinear", h_BPD=h_BPD)
         batch, _, width = h_BPD.shape
         mixed = torch.matmul(self.z, h_BPD).view(batch, self.rank, self.tokens_out, width)

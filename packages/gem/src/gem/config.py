@@ -162,10 +162,18 @@ def _find_recipe(recipe: str, beside: Path) -> tuple[str, str, str, Path]:
                 fix=_did_you_mean(recipe, shipped) or "check the path",
             )
         )
-    return _text_of(path), path.stem, str(path), path.parent
+    return recipe_text(path), path.stem, str(path), path.parent
 
 
-def _text_of(path: Path) -> str:
+def recipe_text(path: Path) -> str:
+    """The text of a recipe's file.
+
+    Args:
+        path: the file.
+
+    Raises:
+        ConfigError: it is not UTF-8.
+    """
     try:
         return path.read_text(encoding="utf-8-sig")  # editors of Windows put a mark first
     except UnicodeDecodeError as fault:

@@ -1,11 +1,14 @@
 """Checkpoints: complete or not there, whole on any number of ranks, refused where they differ."""
 
+import errno
 import json
+import os
 import shutil
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from gem.train import checkpoint
@@ -111,6 +114,10 @@ def test_training_goes_on_as_if_nothing_had_happened(tiny, tmp_path):
 DAMAGE = {
     "no metadata": lambda folder: (folder / ".metadata").unlink(),
     "no manifest": lambda folder: (folder / "manifest.json").unlink(),
+    "manifest of nothing": lambda folder: (folder / "manifest.json").write_text('{"files": {}}'),
+    "manifest without keys": lambda folder: (folder / "manifest.json").write_text(
+        json.dumps({"files": {".metadata": (folder / ".metadata").stat().st_size}})
+    ),
     "manifest cut short": lambda folder: (folder / "manifest.json").write_text('{"files": {'),
     "data cut short": lambda folder: truncate(next(folder.glob("*.distcp"))),
     "data missing": lambda folder: next(folder.glob("*.distcp")).unlink(),
@@ -222,3 +229,63 @@ def test_two_ranks_save_and_other_numbers_of_ranks_load(tiny, tmp_path):
             assert found == {k: v for k, v in expected.items() if k != "scalars"}
         if world_size == 2:
             assert [numbers for _, numbers in ranks] == drawn
+
+
+def test_a_full_disk_is_one_line_and_leaves_the_previous_checkpoint(tiny, tmp_path, monkeypatch):
+    """The fault is raised where torch opens its file, so it takes torch's own way out."""
+    save(tmp_path, make_state(1, steps=2), tiny())
+    monkeypatch.setattr(dcp.filesystem.FileSystem, "create_stream", full_disk)
+    with pytest.raises(DataError, match=r"must take another checkpoint; got .*No space left"):
+        save(tmp_path, make_state(1, steps=3), tiny())
+    monkeypatch.undo()
+    assert latest_complete(tmp_path).name == "step-2"
+    assert [path.name for path in tmp_path.iterdir()] == ["step-2"]
+
+
+def full_disk(*args, **kwargs):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_second_interrupt_during_a_save_stays_an_interrupt(tiny, tmp_path, monkeypatch):
+    """torch wraps it into an error of its own, which would show as a crash."""
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(dcp.filesystem.FileSystem, "create_stream", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path, make_state(1, steps=3), tiny())
+
+
+def test_other_faults_of_a_save_keep_their_traceback(tiny, tmp_path, monkeypatch):
+    def bug(*args, **kwargs):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(dcp, "save", bug)
+    with pytest.raises(RuntimeError, match="a bug"):
+        save(tmp_path, make_state(1, steps=3), tiny())
+
+
+def test_damage_that_keeps_the_size_is_named(tiny, tmp_path):
+    folder = save(tmp_path, make_state(1, steps=2), tiny())
+    path = folder / ".metadata"
+    path.write_bytes(bytes(byte ^ 0xFF for byte in path.read_bytes()))
+    with pytest.raises(DataError, match=r"step-2 must be readable; got .*; remove that folder"):
+        load_checkpoint(folder, make_state(1), World())
+
+
+def test_a_checkpoint_is_renamed_before_it_is_removed(tiny, tmp_path, monkeypatch):
+    """A run that is killed in the middle of the removal must leave nothing that counts."""
+    names = []
+    remove = shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **k: (names.append(path.name), remove(path)))
+    for step in (1, 2, 3):
+        save(tmp_path, make_state(1, steps=step), tiny(), keep=2)
+    assert names == ["partial-step-1"]
+
+
+def test_a_config_of_another_version_is_named(tiny, tmp_path):
+    manifest = read_manifest(save(tmp_path, make_state(1, steps=2), tiny()))
+    manifest["config"]["colour"] = 1
+    with pytest.raises(ConfigError, match=r"this version .*; got unknown key 'colour'"):
+        check_continues(manifest, tiny(), "data")

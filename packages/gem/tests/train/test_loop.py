@@ -1,6 +1,7 @@
 """A run from end to end: reproducible, resumable from every checkpoint, and it learns."""
 
 import json
+import re
 import shutil
 import warnings
 
@@ -11,15 +12,17 @@ import torch
 import torch.distributed.checkpoint as dcp
 from sklearn.metrics import log_loss, roc_auc_score
 
+from gem.data.prepare import default_folder
 from gem.train import loop
 from gem.train.checkpoint import latest_complete, read_manifest
 from gem.train.held_out import evaluate_folder
 from gem.train.interrupt import Interrupted
 from gem.train.loop import train
 from gem.train.normalized_entropy import binary_entropy
-from gem.train.run import CHECKPOINTS
+from gem.train.run import CHECKPOINTS, held_folder
 from gem.train.run_log import METRICS_FILE
 from gem_opkit.errors import ConfigError, DataError
+from gem_parallel.launch import World
 
 WALL_CLOCK = ("examples_per_s", "time_frac")
 RESULTS = ("steps", "examples", "progressive", "valid", "test", "efficiency")
@@ -114,6 +117,50 @@ def test_a_folder_in_use_is_refused(tiny, unbroken, data_root):
         train(tiny(), unbroken[0], data_root=data_root)
 
 
+def test_resuming_does_not_fill_a_folder_of_something_else(tiny, data_root, tmp_path):
+    (tmp_path / "notes.txt").write_text("x")
+    with pytest.raises(ConfigError, match=r"--out must be new, empty or a run with its config"):
+        train(tiny(), tmp_path, resume=True, data_root=data_root)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ConfigError, match=r"--out must be a folder; got .*file, which is none"):
+        train(tiny(), tmp_path / "file", resume=True, data_root=data_root)
+
+
+def test_a_mended_config_can_use_the_folder_of_the_wrong_one(tiny, data_root, tmp_path):
+    """The fault shows only when the names meet the data set; nothing may be written by then."""
+    with pytest.raises(ConfigError, match="'clicsk'"):
+        train(tiny("data.streams.clicsk.max_events=3"), tmp_path / "run", data_root=data_root)
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_two_runs_at_once_in_one_folder_are_refused(tiny, data_root, tmp_path):
+    with (
+        held_folder(tmp_path, World()),
+        pytest.raises(ConfigError, match="in which no other process trains"),
+    ):
+        train(tiny(), tmp_path, data_root=data_root)
+    with held_folder(tmp_path, World()):  # free again
+        pass
+
+
+def test_a_signal_during_the_last_checkpoint_is_not_lost(tiny, data_root, tmp_path, monkeypatch):
+    answers = iter([0] * 2 + [15])
+    monkeypatch.setattr(loop, "_agreed", lambda run, _: next(answers))
+    with pytest.raises(Interrupted, match="signal 15 after step 2"):
+        train(tiny("data.max_rows=64"), tmp_path, data_root=data_root)
+    assert latest_complete(tmp_path / CHECKPOINTS).name == "step-2"
+
+
+def test_a_data_set_without_training_rows_is_refused(tiny, data_root, tmp_path):
+    data = tmp_path / "data"
+    shutil.copytree(default_folder(tiny().data, data_root), data)
+    path = data / "dataset.toml"
+    path.write_text(re.sub(r"(?m)^stop = \d+$", "stop = 0", path.read_text(), count=1))
+    settings = [f"data.folder={data}"]
+    with pytest.raises(DataError, match=r"must have rows in its split 'train'; got none of"):
+        train(tiny(*settings), tmp_path / "run", data_root=data_root)
+
+
 def test_resuming_under_other_settings_names_the_keys(tiny, unbroken, data_root):
     other = tiny("train.dense.lr=0.5", "model.dropout=0.0", "train.keep_checkpoints=1")
     with pytest.raises(ConfigError) as caught:
@@ -127,8 +174,9 @@ def test_resuming_under_other_settings_names_the_keys(tiny, unbroken, data_root)
 def test_resuming_on_other_data_is_refused(tiny, unbroken, data_root, tmp_path):
     run, data = tmp_path / "run", tmp_path / "data"
     shutil.copytree(unbroken[0], run)
-    shutil.copytree(data_root, data)
-    [toml] = data.glob("*/dataset.toml")
+    folder = default_folder(tiny().data, data)
+    shutil.copytree(default_folder(tiny().data, data_root), folder)
+    toml = folder / "dataset.toml"
     toml.write_text(toml.read_text() + "\n# changed\n")
     with pytest.raises(DataError, match="data set must be the one that the run began with"):
         train(tiny(), run, resume=True, data_root=data)
@@ -251,7 +299,7 @@ def test_a_hundred_users_can_be_learned_by_heart(tiny, data_root, tmp_path):
     settings = [
         *("data.synthetic.users=100", "data.synthetic.rows=300", "data.synthetic.valid_frac=0.0"),
         *("data.synthetic.test_frac=0.0", "model.dropout=0.0", "train.dense.lr=1e-2"),
-        *("train.tables.lr=0.2", "train.passes=40", "train.checkpoint_every_steps=10000"),
+        *("train.tables.lr=0.2", "train.passes=30", "train.checkpoint_every_steps=10000"),
         *("train.log_every_steps=10", "train.window_steps=10", "train.batch_examples=60"),
     ]
     train(tiny(*settings), tmp_path, data_root=data_root)

@@ -2,7 +2,10 @@
 
 import json
 
+import pytest
+
 from gem.train.run_log import METRICS_FILE, RunLog
+from gem_opkit.errors import DataError
 
 
 def steps_in(folder):
@@ -38,3 +41,13 @@ def test_other_ranks_write_nothing(tmp_path):
     with RunLog(tmp_path, 0, enabled=False) as log:
         log.write({"step": 1})
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("line", ["not json", "[1]", "{}", "3", "\0\0"])
+def test_a_damaged_row_is_named(tmp_path, line):
+    """Dropping it in silence would leave a gap that nobody asked for."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n' + line + "\n")
+    with pytest.raises(DataError, match=r"metrics.jsonl line 2 must be a JSON object"):
+        RunLog(tmp_path, 1, enabled=True)
+    assert path.read_text().endswith(line + "\n")

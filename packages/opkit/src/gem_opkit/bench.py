@@ -221,7 +221,7 @@ def run_bench(
     # not make a right time look impossible.
     ceilings = given or measure_ceilings(device, again=True)
     peak = device_peak(device_name(device))
-    provenance = _provenance()
+    origin = provenance()
     rows = []
     for case, timing in zip(cases, timings, strict=True):
         shares = {who: _judged(t, case.cost, ceilings, peak) for who, t in timing.items()}
@@ -239,14 +239,14 @@ def run_bench(
             "peers": shares,
             "peak_source": peak.peak_source,
             "ceilings": asdict(ceilings),
-            **provenance,
+            **origin,
         }
         _log.info(
             "%s: %.4g ms, %.1f %% of the ceiling", case.name, row["ms"], 1e2 * row["ceiling_frac"]
         )
         rows.append(row)
     if out is not None:
-        _write(Path(out) / device_folder(device_name(device), gpus=gpus) / f"{name}.jsonl", rows)
+        write_rows(Path(out) / device_folder(device_name(device), gpus=gpus) / f"{name}.jsonl", rows)
     return rows
 
 
@@ -280,7 +280,14 @@ def device_folder(name: str, *, gpus: int = 1) -> str:
     return f"{stem}x{gpus}" if gpus > 1 else stem
 
 
-def _provenance() -> dict[str, Any]:
+def provenance() -> dict[str, Any]:
+    """Say what a row of results was measured with.
+
+    Returns:
+        ``commit`` (with ``+dirty`` where tracked files differ from it; None outside a checkout;
+        the variable GEM_COMMIT wins), ``versions`` of Python, torch, triton and every package of
+        ours that is loaded, and ``measured_at``, UTC.
+    """
     versions: dict[str, str | None] = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -316,7 +323,13 @@ def _commit() -> str | None:
     return answers[0] + ("+dirty" if answers[1] else "")
 
 
-def _write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Add rows to a file of results, one JSON object a line; a row replaces an older of its case.
+
+    Args:
+        path: the file, by convention ``results/<device>/<bench>.jsonl``; made where it is absent.
+        rows: each with a ``case`` that names it within the file.
+    """
     replaced = {row["case"] for row in rows}
     kept: list[Mapping[str, Any]] = []
     if path.exists():

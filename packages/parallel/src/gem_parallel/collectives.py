@@ -36,7 +36,8 @@ def all_gather_rows(rows: Tensor, world: World) -> Tensor:
         world: the ranks.
 
     Returns:
-        The rows of rank 0, then those of rank 1 and so on; the same on every rank.
+        The rows of rank 0, then those of rank 1 and so on; the same on every rank. No gradient
+        goes back through it on several ranks.
 
     Raises:
         ShapeError: ``rows`` is a scalar.

@@ -4,6 +4,7 @@ Built: one rank, and replication over all ranks (torch's DistributedDataParallel
 buckets overlap the all-reduce with the backward pass). Sharding and experts raise UnsupportedError.
 """
 
+import inspect
 from collections.abc import Collection
 
 import torch
@@ -58,7 +59,10 @@ def data_parallel(
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
         module, [names[id(parameter)] for parameter in ignored]
     )
-    return DistributedDataParallel(module, broadcast_buffers=False, gradient_as_bucket_view=True)
+    # Buffers are equal by now and each rank keeps its own; torch 2.13 has a new word for that.
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    word = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    return DistributedDataParallel(module, gradient_as_bucket_view=True, **{word: False})
 
 
 def loss_scale(local_weight: float, world: World) -> float:

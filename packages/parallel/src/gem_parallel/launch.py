@@ -46,10 +46,12 @@ def process_group(device: str = "auto") -> Iterator[World]:
         The world that this process is part of.
 
     Raises:
-        ConfigError: the device is unknown or absent, or a host has more ranks than GPUs.
+        ConfigError: the device is unknown or absent, a host has more ranks than GPUs, or the
+            environment gives no place among the ranks.
     """
     size, rank = _env_int("WORLD_SIZE", 1), _env_int("RANK", 0)
     local_rank = _env_int("LOCAL_RANK", 0)
+    _check_place(rank, size)
     chosen = _pick_device(device, local_rank)
     if size == 1:
         yield World(device=chosen)
@@ -71,6 +73,20 @@ def _env_int(name: str, default: int) -> int:
             f"process_group: {name} must be a whole number; got {text!r}; start ranks with torchrun"
         )
     return int(text)
+
+
+def _check_place(rank: int, size: int) -> None:
+    """Refuse a place that does not exist: torch would wait for the missing ranks, in silence."""
+    if size < 1 or rank >= size:
+        raise ConfigError(
+            f"process_group: RANK must be in [0, WORLD_SIZE); got RANK {rank} of WORLD_SIZE "
+            f"{size}; start ranks with torchrun"
+        )
+    if size > 1 and "RANK" not in os.environ:
+        raise ConfigError(
+            f"process_group: RANK must be set with WORLD_SIZE {size}; got none; start ranks with "
+            "torchrun"
+        )
 
 
 def _pick_device(device: str, local_rank: int) -> torch.device:

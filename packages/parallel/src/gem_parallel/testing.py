@@ -27,7 +27,8 @@ from gem_opkit.errors import DataError
 from gem_parallel.launch import World
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed"])
+# Imported once here, not in every rank: DistributedDataParallel needs Dynamo, which takes seconds.
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])
 
 # Ranks that have answered need this long to leave; the others are not waited for.
 _LEAVE_S = 20.0

@@ -138,7 +138,7 @@ def wait_for_ever(world: World) -> None:
 
 def test_a_silent_rank_is_named():
     with pytest.raises(TimeoutError, match=r"ranks \[0, 1\]|ranks \[1\]"):
-        run_ranks(wait_for_ever, 2, timeout_s=8)
+        run_ranks(wait_for_ever, 2, timeout_s=3)
 
 
 @pytest.mark.parametrize("axis", ["shard", "expert"])

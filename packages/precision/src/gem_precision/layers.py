@@ -101,7 +101,17 @@ class RmsNorm(nn.Module):
         self.gain_D = nn.Parameter(torch.ones(width)) if affine else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dim of x (any shape ending in width); keeps shape and dtype."""
+        """Normalise the last dim.
+
+        Args:
+            x: floats of any shape that ends in the width.
+
+        Returns:
+            y of the same shape and dtype.
+
+        Raises:
+            ShapeError: x ends in another width.
+        """
         _check_last_dim("RmsNorm", x, self.width)
         y = rms_normalize(x, self.eps)
         return y if self.gain_D is None else (y * self.gain_D).to(x.dtype)
@@ -138,7 +148,17 @@ class LayerNorm(nn.Module):
         self.gain_D = nn.Parameter(torch.ones(width)) if affine else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dim of x (any shape ending in width); keeps shape and dtype."""
+        """Normalise the last dim.
+
+        Args:
+            x: floats of any shape that ends in the width.
+
+        Returns:
+            y of the same shape and dtype.
+
+        Raises:
+            ShapeError: x ends in another width.
+        """
         _check_last_dim("LayerNorm", x, self.width)
         # autocast would return float32 here; the caller's dtype is what the next matmul reads.
         return F.layer_norm(x, (self.width,), self.gain_D, None, self.eps).to(x.dtype)
@@ -175,7 +195,17 @@ class Projection(nn.Linear):
         nn.init.normal_(self.weight, std=self.init_gain * self.in_features**-0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x (any shape ending in in_width) to the same shape ending in out_width."""
+        """Map the last dim.
+
+        Args:
+            x: floats of any shape that ends in in_width.
+
+        Returns:
+            y, the same shape with out_width last.
+
+        Raises:
+            ShapeError: x ends in another width.
+        """
         _check_last_dim("Projection", x, self.in_features)
         return super().forward(x)
 
@@ -235,7 +265,17 @@ class Mlp(nn.Module):
         self.dropout = nn.Dropout(dropout) if dropout > 0.0 else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x (any shape ending in widths[0]) to the same shape ending in widths[-1]."""
+        """Map the last dim.
+
+        Args:
+            x: floats of any shape that ends in widths[0].
+
+        Returns:
+            y, the same shape with widths[-1] last.
+
+        Raises:
+            ShapeError: x ends in another width.
+        """
         activate = _ACTIVATIONS[self.activation]
         for projection in list(self.projections)[:-1]:
             x = self.dropout(activate(projection(x)))

@@ -30,7 +30,15 @@ class StreamBatch:
     gap_seconds: Jagged
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "StreamBatch":
-        """The same stream on `device`; host lengths stay on the host."""
+        """The same stream on another device; host lengths stay on the host.
+
+        Args:
+            device: where to.
+            non_blocking: do not wait for the copies; useful from pinned memory.
+
+        Returns:
+            the moved stream; tensors that are there already are not copied.
+        """
         return StreamBatch(
             ids={k: v.to(device, non_blocking=non_blocking) for k, v in self.ids.items()},
             numbers=self.numbers.to(device, non_blocking=non_blocking),
@@ -76,7 +84,15 @@ class ExampleBatch:
         return sum(stream.numbers.total_tokens for stream in self.streams.values())
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "ExampleBatch":
-        """The same batch on `device`; host lengths stay on the host."""
+        """The same batch on another device; host lengths stay on the host.
+
+        Args:
+            device: where to.
+            non_blocking: do not wait for the copies; useful from pinned memory.
+
+        Returns:
+            the moved batch; tensors that are there already are not copied.
+        """
         moved = {
             field.name: getattr(self, field.name).to(device, non_blocking=non_blocking)
             for field in fields(self)

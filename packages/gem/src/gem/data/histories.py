@@ -88,7 +88,11 @@ class Histories:
         )
 
     def open(self, block: Block) -> None:
-        """Join the histories of a block's rows and read the base rate of every event's item."""
+        """Join the histories of a block's rows and read the base rate of every event's item.
+
+        Args:
+            block: rows whose counters and rates are open.
+        """
         sources, feedback = self._sources, self._feedback
         times = sources.times[block.rows]
         history = self._source.index.history(sources.users[block.rows], times, feedback.max_events)
@@ -127,7 +131,14 @@ class Histories:
         return sum_of_each(self.known.astype(np.float64), self.offsets)
 
     def centred(self, centre_prior: float) -> np.ndarray:
-        """Residuals minus the row's shrunken mean residual, 0 where unknown."""
+        """Residuals minus the row's shrunken mean residual.
+
+        Args:
+            centre_prior: events of residual 0 that the mean counts beside the known ones, >= 0.
+
+        Returns:
+            float64 (T,); 0 where the past label is unknown.
+        """
         counts = self.known_counts()
         total = sum_of_each(self.residual, self.offsets)
         # 0 / 0 cannot come: a row without known events has no centred residual either.
@@ -147,7 +158,14 @@ class Histories:
         return self._entity
 
     def weigh(self, weight: "Weight") -> np.ndarray:
-        """A weight of every event, float64 (T,), computed once a block."""
+        """A weight of every event, computed once a block.
+
+        Args:
+            weight: resolved against the same data set.
+
+        Returns:
+            float64 (T,), >= 0.
+        """
         if weight.key not in self._weights:
             self._weights[weight.key] = weight.of(self)
         return self._weights[weight.key]

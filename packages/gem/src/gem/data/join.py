@@ -58,7 +58,14 @@ class EventIndex:
         self._users = users[self._starts[:-1]]
 
     def in_order(self, column: np.ndarray) -> np.ndarray:
-        """A column of the stream in index order; the same array where the files have it."""
+        """Bring a column of the stream into index order.
+
+        Args:
+            column: one value an event, in file order.
+
+        Returns:
+            the values in index order; the same array where the files are in that order.
+        """
         return column if self.order is None else column[self.order]
 
     def history(self, users: np.ndarray, times: np.ndarray, max_events: int) -> History:

@@ -17,7 +17,14 @@ FIXED_POINT = float(2**30)
 
 
 def to_fixed(values: np.ndarray) -> np.ndarray:
-    """Numbers of magnitude below 2**20 as fixed point, int64, rounded to the nearest step."""
+    """Turn numbers into fixed point.
+
+    Args:
+        values: magnitudes below 2**20.
+
+    Returns:
+        int64, rounded to the nearest step of 2**-30.
+    """
     return np.rint(values * FIXED_POINT).astype(np.int64)
 
 
@@ -46,7 +53,15 @@ class Reading:
     counts: np.ndarray
 
     def means(self, prior: float, towards: np.ndarray | float) -> np.ndarray:
-        """(sum + prior · towards) / (count + prior), float64."""
+        """Smoothed means: (sum + prior · towards) / (count + prior).
+
+        Args:
+            prior: examples that `towards` counts as, > 0.
+            towards: mean of a key without examples; one for all queries, or one each.
+
+        Returns:
+            float64, one a query.
+        """
         return (self.sums / FIXED_POINT + prior * towards) / (self.counts + prior)
 
 
@@ -118,7 +133,11 @@ class OpenBlock:
         return Reading(sums, counts)
 
     def close(self, *, add: bool) -> None:
-        """Leave the block; with `add`, what is opened next reads all of it."""
+        """Leave the block.
+
+        Args:
+            add: whether what is opened next reads all of it.
+        """
         self._first[self._run_keys] = -1
         if not add:
             return
@@ -141,7 +160,15 @@ class PairSums:
         self._totals = np.zeros((self._rows, 2), np.int64)
 
     def rows(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
-        """The row of each pair, int64; the order of the two does not matter."""
+        """The row of each pair; the order of the two does not matter.
+
+        Args:
+            left: one key of each pair, int64 (Q,).
+            right: the other one, int64 (Q,).
+
+        Returns:
+            int64 (Q,). Above the number of rows, pairs share rows by hash.
+        """
         low, high = np.minimum(left, right), np.maximum(left, right)
         if self._dense:
             return low * self._keys + high

@@ -56,13 +56,28 @@ class KeySpace:
         self.size = size if self._dense else max_keys
 
     def keys(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        """Keys of example rows, and for a multi-valued key where each row's begin, (n+1,)."""
+        """Keys of example rows.
+
+        Args:
+            rows: example rows, int64 (n,).
+
+        Returns:
+            int64 keys, and for a multi-valued key where each row's begin, (n+1,), otherwise None.
+        """
         ids = [take(rows) for take in self._take]
         offsets = next((one.offsets for one in ids if one.offsets is not None), None)
         return self.of_ids([_spread(one, offsets) for one in ids], len(rows)), offsets
 
     def of_ids(self, ids: list[np.ndarray], count: int) -> np.ndarray:
-        """Keys of ids, one array a part of the key; `count` rows where there is no part."""
+        """Combine ids into keys.
+
+        Args:
+            ids: one int64 array for each part of the key, equal in length.
+            count: number of keys where the key has no part.
+
+        Returns:
+            int64 keys in [0, size).
+        """
         if not ids:
             return np.zeros(count, np.int64)
         if self._dense:
@@ -112,7 +127,12 @@ class Counter:
         self.reading = Reading(self.keys, self.keys)
 
     def open(self, block: Block, *, reads: bool) -> None:
-        """Take a block: what its rows add, and with `reads` what they hold."""
+        """Take a block.
+
+        Args:
+            block: rows in time order; those that learn add their known labels.
+            reads: whether to read what the rows hold, too.
+        """
         self.keys, self.offsets = self.space.keys(block.rows)
         labels = self._labels[block.rows]
         adds, groups = block.learns & ~np.isnan(labels), block.groups
@@ -127,13 +147,28 @@ class Counter:
             self.reading = self._open.read(self.keys, groups)
 
     def read(self, keys: np.ndarray, groups: np.ndarray) -> Reading:
-        """What other keys hold, for rows of the open block."""
+        """Read other keys for rows of the open block.
+
+        Args:
+            keys: int64 (Q,).
+            groups: of the reading rows, int64 (Q,).
+
+        Returns:
+            what each key holds as of its group.
+
+        Raises:
+            RuntimeError: no block is open.
+        """
         if self._open is None:
             raise RuntimeError("Counter.read: open a block first")
         return self._open.read(keys, groups)
 
     def close(self, *, add: bool) -> None:
-        """Leave the block; `add` says whether what its rows add shall stay."""
+        """Leave the block.
+
+        Args:
+            add: whether what its rows add shall stay.
+        """
         if self._open is not None:
             self._open.close(add=add)
         self._open = None
@@ -156,7 +191,11 @@ class Rate:
         self.rate = self.row_towards = self._towards_each = np.empty(0)
 
     def open(self, rows: int) -> None:
-        """Compute the rates of the open block's rows."""
+        """Compute the rates of the open block's rows.
+
+        Args:
+            rows: number of rows of the block.
+        """
         offsets, towards = self.counter.offsets, self.towards
         if towards is None:
             self.row_towards = np.full(rows, self.spec.towards)
@@ -194,19 +233,41 @@ def _must_stand_side_by_side(spec: RateStatistic, counter: Counter, towards: Rat
 
 
 def count_output(counter: Counter) -> np.ndarray:
-    """log(1 + count) of each row of the open block, float64; mean over a multi-valued key."""
+    """log(1 + count) of each row of the open block.
+
+    Args:
+        counter: has a block open, with readings.
+
+    Returns:
+        float64 (n,); the mean over a multi-valued key, 0 for a row without a value.
+    """
     values = np.log1p(counter.reading.counts)
     rows = len(values) if counter.offsets is None else len(counter.offsets) - 1
     return mean_of_each(values, counter.offsets, np.zeros(rows))
 
 
 def logit(rate: np.ndarray) -> np.ndarray:
-    """log(p / (1 - p))."""
+    """log(p / (1 - p)).
+
+    Args:
+        rate: p, in (0, 1), any shape.
+
+    Returns:
+        the same shape.
+    """
     return np.log(rate / (1.0 - rate))
 
 
 def sum_of_each(values: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """Sums of packed rows, float64; 0 for an empty one. A row's sum depends on nothing else."""
+    """Sums of packed rows. A row's sum depends on nothing else, not even by rounding.
+
+    Args:
+        values: float64 (T,).
+        offsets: where each row begins, int64 (n+1,).
+
+    Returns:
+        float64 (n,); 0 for an empty row.
+    """
     sums = np.zeros(len(offsets) - 1)
     filled = np.flatnonzero(np.diff(offsets))
     if len(filled):
@@ -216,7 +277,16 @@ def sum_of_each(values: np.ndarray, offsets: np.ndarray) -> np.ndarray:
 
 
 def mean_of_each(values: np.ndarray, offsets: np.ndarray | None, empty: np.ndarray) -> np.ndarray:
-    """Means of packed rows, with `empty` for a row that has none; `values` without offsets."""
+    """Means of packed rows.
+
+    Args:
+        values: float64 (T,).
+        offsets: where each row begins, int64 (n+1,); None: one value a row.
+        empty: what a row without values gets, float64 (n,).
+
+    Returns:
+        float64 (n,); `values` themselves without offsets.
+    """
     if offsets is None:
         return values
     counts = np.diff(offsets)

@@ -104,12 +104,28 @@ class Reader:
 
     # -- steps ---------------------------------------------------------------------------------
     def rows(self, split: str) -> int:
-        """Number of examples in a split, over all ranks, after `max_rows`."""
+        """Number of examples in a split, over all ranks, after `max_rows`.
+
+        Args:
+            split: its name.
+
+        Returns:
+            examples.
+
+        Raises:
+            ConfigError: the data set has no such split; the message names the nearest.
+        """
         start, stop = self._bounds(split)
         return stop - start
 
     def steps(self, split: str) -> int:
         """Number of batches in a split; the same on every rank.
+
+        Args:
+            split: its name.
+
+        Returns:
+            batches; the last one may be smaller than the others.
 
         Raises:
             ConfigError: the data set has no such split; the message names the nearest.

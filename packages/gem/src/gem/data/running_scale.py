@@ -52,6 +52,10 @@ class RunningScaler:
         return np.clip((values - mean) / spread, -limit, limit).astype(np.float32)
 
     def close(self, *, add: bool) -> None:
-        """Leave the block; `add` says whether what was announced counts from now on."""
+        """Leave the block.
+
+        Args:
+            add: whether what was announced counts from now on.
+        """
         if add:
             self._known = self._announced

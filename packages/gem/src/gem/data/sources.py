@@ -63,7 +63,15 @@ class EventField:
 
 
 def take_ids(column: Column, rows: np.ndarray) -> Ids:
-    """The ids of some rows of a column, in the order of `rows`."""
+    """The ids of some rows of a column.
+
+    Args:
+        column: single- or multi-valued.
+        rows: int64 (n,), in any order.
+
+    Returns:
+        ids in the order of `rows`, with offsets (n+1,) where the column is multi-valued.
+    """
     if column.offsets is None:
         return Ids(column.values[rows])
     starts, ends = column.offsets[rows], column.offsets[rows + 1]
@@ -93,7 +101,14 @@ class EntityTable:
             self._sorted_keys = keys[self._row_of_id]
 
     def rows_of(self, ids: np.ndarray) -> np.ndarray:
-        """The row of each id; the row of the fills for an id that the entity lacks."""
+        """The row of each id.
+
+        Args:
+            ids: keys of the entity, int64.
+
+        Returns:
+            int64, the same shape; the row of the fills for an id that the entity lacks.
+        """
         if self._sorted_keys is None:
             return self._row_of_id[ids]
         if not self._rows:
@@ -103,7 +118,14 @@ class EntityTable:
         return np.where(found, self._row_of_id[place], self._rows)
 
     def id_column(self, field: IdField) -> Column:
-        """A categorical field, by entity row, the fill in the last row."""
+        """A categorical field, by entity row.
+
+        Args:
+            field: of this entity.
+
+        Returns:
+            ids as stored, the fill in the last row.
+        """
         column = self._columns[field.name]
         values = np.append(column.values, np.int64(field.fill))
         if column.offsets is None:
@@ -111,7 +133,14 @@ class EntityTable:
         return Column(values, np.append(column.offsets, len(values)))
 
     def number_column(self, field: NumberField) -> np.ndarray:
-        """A continuous field, by entity row, the fill in the last row; float32."""
+        """A continuous field, by entity row.
+
+        Args:
+            field: of this entity.
+
+        Returns:
+            float32, the fill in the last row.
+        """
         return np.append(self._columns[field.name].values, np.float32(field.fill))
 
 
@@ -131,7 +160,14 @@ class StreamSource:
         self._columns: dict[str, np.ndarray] = {}
 
     def column(self, name: str) -> np.ndarray:
-        """A field of all events, as stored (visibility not applied), in index order."""
+        """A field of all events as stored, without regard to visibility.
+
+        Args:
+            name: of the field.
+
+        Returns:
+            one value an event, in index order.
+        """
         if name not in self._columns:
             values = self._dataset.events(self.spec.name, [name])[name].values
             self._columns[name] = self.index.in_order(values)
@@ -227,6 +263,12 @@ class Sources:
     def id_info(self, name: str) -> IdInfo:
         """Table of a categorical input.
 
+        Args:
+            name: at rest or derived.
+
+        Returns:
+            the table, its rows, its id space, and whether the input is multi-valued.
+
         Raises:
             ConfigError: no categorical input has that name; the message names the nearest.
         """
@@ -244,7 +286,14 @@ class Sources:
         raise _unknown("categorical input", name, self.id_names())
 
     def fill_of(self, name: str) -> int:
-        """The id that stands for a missing value of a categorical field; -1 where none is."""
+        """The id that stands for a missing value.
+
+        Args:
+            name: of a categorical field at rest.
+
+        Returns:
+            the id; -1 where the name is not that of such a field.
+        """
         for owner in (self.dataset.spec.examples, *self.dataset.spec.entities):
             for field in owner.ids:
                 if field.name == name:
@@ -252,13 +301,27 @@ class Sources:
         return -1
 
     def table_info(self, table: str, *, multi: bool = False) -> IdInfo:
-        """A declared table, with the recipe's number of rows where ids are hashed."""
+        """A declared table, with the recipe's number of rows where ids are hashed.
+
+        Args:
+            table: its name.
+            multi: whether the input that looks it up is multi-valued.
+
+        Returns:
+            the table as an input sees it.
+
+        Raises:
+            ConfigError: the data set declares no such table.
+        """
         declared = self.dataset.spec.table(table)
         rows = self.data.hash_rows.get(table, declared.num_embeddings)
         return IdInfo(table, rows, declared.id_space, multi)
 
     def entity_field(self, name: str) -> tuple[EntitySpec, str] | None:
         """The entity that holds a field (or the field that a bucket is made of), and its kind.
+
+        Args:
+            name: of the field or of the bucket.
 
         Returns:
             the entity and ``"ids"`` or ``"numbers"``; None where no entity holds it.
@@ -300,7 +363,13 @@ class Sources:
         return lambda rows: take_ids(column, rows)
 
     def numbers(self, name: str) -> Callable[[np.ndarray], np.ndarray]:
-        """A continuous input as a function of example rows: rows -> float32.
+        """A continuous input as a function of example rows.
+
+        Args:
+            name: at rest or derived.
+
+        Returns:
+            rows (int64) -> float32, one a row.
 
         Raises:
             ConfigError: no continuous input has that name; the message names the nearest.
@@ -318,20 +387,44 @@ class Sources:
         return lambda rows: column[rows]
 
     def example_column(self, name: str) -> Column:
-        """A declared column of the examples, all rows; kept once it is read."""
+        """A declared column of the examples; kept once it is read.
+
+        Args:
+            name: of the column.
+
+        Returns:
+            all rows of it.
+        """
         if name not in self._columns:
             self._columns |= self.dataset.examples([name])
         return self._columns[name]
 
     # -- values of entities and streams --------------------------------------------------------
     def entity_table(self, spec: EntitySpec) -> EntityTable:
-        """The rows of an entity, opened once."""
+        """The rows of an entity, opened once.
+
+        Args:
+            spec: the entity.
+
+        Returns:
+            its table.
+        """
         if spec.name not in self._entities:
             self._entities[spec.name] = EntityTable(self.dataset, spec, self.id_info(spec.key))
         return self._entities[spec.name]
 
     def entity_ids(self, name: str) -> Column:
-        """A categorical field of an entity, or a bucket of a number of it, by entity row."""
+        """A categorical field of an entity, or a bucket of a number of it.
+
+        Args:
+            name: of the field or of the bucket.
+
+        Returns:
+            ids by entity row.
+
+        Raises:
+            ConfigError: no entity has that field, or it is continuous.
+        """
         derived = self._derived.get(name)
         if isinstance(derived, Bucket):
             return Column(_bucket(self.entity_numbers(derived.field), derived))
@@ -341,14 +434,34 @@ class Sources:
         return table.id_column(field)
 
     def entity_numbers(self, name: str) -> np.ndarray:
-        """A continuous field of an entity, by entity row; float32."""
+        """A continuous field of an entity.
+
+        Args:
+            name: of the field.
+
+        Returns:
+            float32, by entity row.
+
+        Raises:
+            ConfigError: no entity has that field, or it is categorical.
+        """
         table, field = self._entity_and_field(name)
         if isinstance(field, IdField):
             raise _unknown("continuous field", name, self.number_names())
         return table.number_column(field)
 
     def stream(self, name: str) -> StreamSource:
-        """A stream, indexed once."""
+        """A stream, indexed once.
+
+        Args:
+            name: of the stream.
+
+        Returns:
+            its events.
+
+        Raises:
+            ConfigError: the data set has no such stream; the message names the nearest.
+        """
         if name not in self._streams:
             self._streams[name] = StreamSource(self.dataset, self.dataset.spec.stream(name))
         return self._streams[name]

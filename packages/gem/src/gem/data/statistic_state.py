@@ -50,7 +50,15 @@ class Outputs:
         return self.first + len(self.numbers)
 
     def cut(self, low: int, high: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """The part that lies in rows low .. high-1."""
+        """The part that lies in rows low .. high-1.
+
+        Args:
+            low: first row wanted.
+            high: the row after the last one wanted.
+
+        Returns:
+            numbers, float32 (m, C), and per stream the events of those rows, float32 (T, C).
+        """
         start = max(low - self.first, 0)
         stop = max(min(high - self.first, len(self.numbers)), start)
         return self.numbers[start:stop], {

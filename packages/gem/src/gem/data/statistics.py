@@ -75,7 +75,14 @@ class StatisticsEngine:
         self._lock = threading.Lock()
 
     def event_names(self, stream: str) -> tuple[str, ...]:
-        """Columns of `StatisticsBlock.events[stream]`, in order."""
+        """Names of the statistics of a stream's events.
+
+        Args:
+            stream: its name.
+
+        Returns:
+            columns of `StatisticsBlock.events[stream]`, in order; empty where there are none.
+        """
         return self._event_names.get(stream, ())
 
     def cursor(self, row: int) -> "StatisticsCursor":
@@ -96,13 +103,24 @@ class StatisticsEngine:
         return cursor
 
     def release(self, cursor: "StatisticsCursor") -> None:
-        """Give a cursor back, so that a later one may continue from it. Not to be used after."""
+        """Give a cursor back, so that a later one may continue from it.
+
+        Args:
+            cursor: of `cursor`; not to be used after.
+        """
         with self._lock:
             if self._idle is None or self._idle.blocks < cursor.blocks:
                 self._idle = cursor
 
     def block_of(self, row: int) -> int:
-        """The block that holds a row; the last one for a row past the end."""
+        """The block that holds a row.
+
+        Args:
+            row: an example row, >= 0.
+
+        Returns:
+            number of the block; of the last one for a row past the end.
+        """
         block = int(np.searchsorted(self._starts, row, side="right")) - 1
         return max(0, min(block, len(self._starts) - 2))
 

@@ -92,7 +92,14 @@ class LearnedProjection(nn.Module):
         self.y = nn.Parameter(torch.randn(tokens, rank) * tokens**-0.5)
 
     def forward(self, x_BND: Tensor) -> Tensor:
-        """Give each example its Y, (B, N, rank)."""
+        """Give each example its Y.
+
+        Args:
+            x_BND: tokens.
+
+        Returns:
+            Y (B, N, rank).
+        """
         return self.y.expand(x_BND.shape[0], -1, -1)
 
 
@@ -116,7 +123,14 @@ class AttentiveProjection(nn.Module):
         self.mlp = Mlp(widths, activation=activation)
 
     def forward(self, x_BND: Tensor) -> Tensor:
-        """Give each example its Y, (B, N, rank)."""
+        """Give each example its Y.
+
+        Args:
+            x_BND: tokens.
+
+        Returns:
+            Y (B, N, rank).
+        """
         flat = self.mlp(self.compress(x_BND).flatten(1))
         return flat.view(x_BND.shape[0], self.tokens, self.rank)
 

@@ -73,7 +73,15 @@ def reduce_schema(schema: BatchSchema, leave_out: tuple[str, ...]) -> BatchSchem
 
 
 def kept_names(names: tuple[str, ...], gone: set[str]) -> tuple[str, ...]:
-    """Return the names that stay, in order."""
+    """List the names that stay.
+
+    Args:
+        names: all of them.
+        gone: those that go.
+
+    Returns:
+        the others, in order.
+    """
     return tuple(name for name in names if name not in gone)
 
 

@@ -22,10 +22,13 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from gem.config import RunConfig
+from gem.contract_faults import explain
+from gem.train.checkpoint_faults import damage_named, disk_faults_named
 from gem.train.metrics import MetricBlock, MetricStream
 from gem.train.spec import RESUMABLE_KEYS
 from gem_opkit.errors import ConfigError, DataError, refusal
@@ -37,6 +40,9 @@ _log = logging.getLogger(__name__)
 FORMAT = 1
 MANIFEST = "manifest.json"
 _PARTIAL = "partial-"
+_MANIFEST_KEYS = frozenset(
+    {"format", "step", "examples", "world_size", "dataset", "config", "counters", "scalars"}
+)
 
 
 @dataclass
@@ -79,8 +85,12 @@ def is_complete(folder: Path) -> bool:
         folder: a checkpoint.
     """
     try:
-        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
-        return all((folder / name).stat().st_size == size for name, size in files.items())
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        if not manifest["files"] or not manifest.keys() >= _MANIFEST_KEYS:
+            return False
+        return all(
+            (folder / name).stat().st_size == size for name, size in manifest["files"].items()
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
@@ -141,35 +151,50 @@ def save_checkpoint(
         partial.mkdir(parents=True)
     barrier(world)
     tensors, scalars = _collect(state, world, current)
-    with _one_process_is_meant():
+    with _one_process_is_meant(), disk_faults_named(partial):
         dcp.save(tensors, storage_writer=dcp.FileSystemWriter(partial), no_dist=world.size == 1)
     barrier(world)
     if world.is_first:
-        manifest = {
-            "format": FORMAT,
-            "step": state.step,
-            "examples": state.examples,
-            "world_size": world.size,
-            "torch": torch.__version__,
-            "dataset": dataset,
-            "config": config.model_dump(mode="json"),
-            "counters": state.counters,
-            "scalars": scalars,
-            "files": {
-                str(path.relative_to(partial)): path.stat().st_size
-                for path in sorted(partial.rglob("*"))
-                if path.is_file()
-            },
-        }
-        (partial / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-        if target.exists():  # left there incomplete, by a copy or a full disk
-            shutil.rmtree(target)
-        partial.rename(target)
-        complete = [f for _, f in sorted(_step_folders(checkpoints)) if is_complete(f)]
-        for old in complete[:-keep]:
-            shutil.rmtree(old)
+        with disk_faults_named(partial):
+            _complete(partial, target, state, config, world, scalars=scalars, dataset=dataset)
+        for old in [f for _, f in sorted(_step_folders(checkpoints)) if is_complete(f)][:-keep]:
+            # Renamed first: a run that is killed meanwhile leaves no half of a checkpoint behind.
+            shutil.rmtree(old.rename(old.with_name(f"{_PARTIAL}{old.name}")))
     barrier(world)
     return target
+
+
+def _complete(
+    partial: Path,
+    target: Path,
+    state: TrainState,
+    config: RunConfig,
+    world: World,
+    *,
+    scalars: Mapping[str, Any],
+    dataset: str,
+) -> None:
+    """Write the manifest beside a checkpoint's files and give the folder its name."""
+    manifest = {
+        "format": FORMAT,
+        "step": state.step,
+        "examples": state.examples,
+        "world_size": world.size,
+        "torch": torch.__version__,
+        "dataset": dataset,
+        "config": config.model_dump(mode="json"),
+        "counters": state.counters,
+        "scalars": scalars,
+        "files": {
+            str(path.relative_to(partial)): path.stat().st_size
+            for path in sorted(partial.rglob("*"))
+            if path.is_file()
+        },
+    }
+    (partial / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    if target.exists():  # left there incomplete, by a copy or a full disk
+        shutil.rmtree(target)
+    partial.rename(target)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -217,7 +242,7 @@ def check_continues(manifest: Mapping[str, Any], config: RunConfig, dataset: str
         ConfigError: settings differ; the message names each key with both values.
         DataError: the data set is another one.
     """
-    saved = RunConfig.model_validate_json(json.dumps(manifest["config"]))
+    saved = _saved_config(manifest)
     keys = config.differences(saved, ignored=RESUMABLE_KEYS)
     if keys:
         raise ConfigError(
@@ -241,6 +266,21 @@ def check_continues(manifest: Mapping[str, Any], config: RunConfig, dataset: str
         )
 
 
+def _saved_config(manifest: Mapping[str, Any]) -> RunConfig:
+    try:
+        return RunConfig.model_validate_json(json.dumps(manifest["config"]))
+    except ValidationError as fault:
+        raise ConfigError(
+            refusal(
+                "checkpoint",
+                "config",
+                must="be one that this version of the trainer reads",
+                got=explain(fault, manifest["config"], RunConfig),
+                fix="use the version that wrote it",
+            )
+        ) from fault
+
+
 def load_checkpoint(folder: Path, state: TrainState, world: World) -> None:
     """Put a checkpoint's content into a freshly built state. Every rank has to call this.
 
@@ -253,7 +293,8 @@ def load_checkpoint(folder: Path, state: TrainState, world: World) -> None:
         DataError: the checkpoint is not complete or does not fit the model.
     """
     manifest = read_manifest(folder)
-    stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    with damage_named(folder):
+        stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     _check_names(stored, state)
     tensors = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -261,7 +302,7 @@ def load_checkpoint(folder: Path, state: TrainState, world: World) -> None:
         if isinstance(entry, TensorStorageMetadata)
         and (not name.startswith("rng/") or name.startswith(f"rng/{world.rank}/"))
     }
-    with _one_process_is_meant():
+    with _one_process_is_meant(), damage_named(folder):
         dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=world.size == 1)
     state.model.load_state_dict(_under(tensors, "model/"))
     for name, average in _under(tensors, "ema/").items():

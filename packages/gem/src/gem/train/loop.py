@@ -21,9 +21,11 @@ from gem.train.run import (
     DATA_ROOT,
     Run,
     build_run,
-    claim_folder,
+    check_folder,
     continue_run,
+    held_folder,
     read_ahead,
+    record_config,
     reduced_counters,
     torch_settings,
 )
@@ -60,10 +62,15 @@ def train(
         UnsupportedError: the config asks for what is not built.
         Interrupted: a signal came; the newest checkpoint holds everything up to it.
     """
-    with process_group(config.train.device) as world, torch_settings(config.train):
+    with (
+        process_group(config.train.device) as world,
+        torch_settings(config.train),
+        held_folder(folder, world),
+    ):
         display = display if display is not None and world.is_first else Display(None)
-        claim_folder(config, folder, world, resume=resume)
+        check_folder(config, folder, resume=resume)
         run = build_run(config, folder, world, display, data_root)
+        record_config(config, folder, world)
         if resume:
             continue_run(run)
         with RunLog(folder, run.state.step, enabled=world.is_first) as log:
@@ -90,6 +97,9 @@ def _train_steps(run: Run, log: RunLog) -> None:
                         _log_row(run, log, bar)
                     bar.update(state.step)
                     _save_or_stop(run, stop)
+        # A signal that came while the last checkpoint was written.
+        if signal_number := _agreed(run, stop):
+            raise Interrupted(signal_number, state.step)
 
 
 def _save_or_stop(run: Run, stop: StopRequest) -> None:

@@ -1,5 +1,8 @@
 """What the parts of a run share, and how it is set up: folder, data, model, checkpoint."""
 
+import fcntl
+import logging
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -8,10 +11,10 @@ from typing import Any
 
 import torch
 
-from gem.config import RunConfig, parse_recipe
+from gem.config import RunConfig, parse_recipe, recipe_text
 from gem.data.batch import ExampleBatch
 from gem.data.loader import Prefetcher
-from gem.data.prepare import default_folder, notice, prepare
+from gem.data.prepare import default_folder, notice, provide
 from gem.data.reader import Reader, open_reader
 from gem.model.build import build_model
 from gem.train.checkpoint import (
@@ -27,10 +30,12 @@ from gem.train.metrics import MetricStream
 from gem.train.progress import Display
 from gem.train.spec import RESUMABLE_KEYS, TrainSpec
 from gem.train.step import Scored, TrainStep
-from gem_opkit.errors import ConfigError, refusal
+from gem_opkit.errors import ConfigError, DataError, refusal
 from gem_parallel.collectives import all_reduce_sum, barrier
 from gem_parallel.launch import World
 from gem_precision.layers import apply_recipe
+
+_log = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.toml"
 CHECKPOINTS = "checkpoints"
@@ -106,31 +111,93 @@ def torch_settings(spec: TrainSpec) -> Iterator[None]:
         _determinism.fill_uninitialized_memory = filling
 
 
-def claim_folder(config: RunConfig, folder: Path, world: World, *, resume: bool) -> None:
-    """Make the run's folder, or check that it is of an equal run.
+@contextmanager
+def held_folder(folder: Path, world: World) -> Iterator[None]:
+    """Make a run's folder and keep other processes from training in it at the same time.
+
+    The first rank holds a lock on the folder itself. The system drops it when the process ends,
+    however it ends, so a killed run leaves nothing to be removed by hand.
+
+    Args:
+        folder: the run's folder.
+        world: the ranks.
+
+    Raises:
+        ConfigError: it is no folder, or another process trains in it.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(
+            refusal(
+                "gem train",
+                "--out",
+                must="be a folder",
+                got=f"{folder}, which is none",
+                fix="choose another --out",
+            )
+        )
+    handle, taken = -1, 0
+    if world.is_first:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY)
+        taken = int(not _locked(handle, folder))
+    try:
+        if all_reduce_sum(torch.tensor([taken], device=world.device), world).item():
+            raise ConfigError(
+                refusal(
+                    "gem train",
+                    "--out",
+                    must="be a folder in which no other process trains",
+                    got=str(folder),
+                    fix="wait for that run to end, or choose another --out",
+                )
+            )
+        yield
+    finally:
+        if handle >= 0:
+            os.close(handle)
+
+
+def _locked(handle: int, folder: Path) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as fault:  # some network file systems have no locks
+        _log.warning("%s cannot be locked (%s): start no second run in it", folder, fault)
+    return True
+
+
+def check_folder(config: RunConfig, folder: Path, *, resume: bool) -> None:
+    """Check that a run's folder is empty, or of an equal run that is to go on.
 
     Args:
         config: the run.
         folder: its folder.
-        world: the ranks; the first one writes.
         resume: whether the folder may hold that run already.
 
     Raises:
         ConfigError: the folder is in use, or the run in it has other settings; names each key.
     """
     path = folder / CONFIG_FILE
-    if not resume and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    used = folder.is_dir() and any(folder.iterdir())
+    if used and not (resume and path.exists()):
         raise ConfigError(
             refusal(
-                "gem train",
+                "gem train --resume" if resume else "gem train",
                 "--out",
-                must="be a new or an empty folder",
-                got=f"{folder}, which is not empty",
-                fix="continue that run with --resume, or choose another --out",
+                must=f"be new, empty or a run with its {CONFIG_FILE}"
+                if resume
+                else "be a new or an empty folder",
+                got=f"{folder}, which holds something else"
+                if resume
+                else f"{folder}, which is not empty",
+                fix="choose another --out"
+                if resume
+                else "continue that run with --resume, or choose another --out",
             )
         )
     if resume and path.exists():
-        before = parse_recipe(path.read_text(encoding="utf-8"), name="run", origin=str(path))
+        before = parse_recipe(recipe_text(path), name="run", origin=str(path))
         keys = config.differences(before, ignored=RESUMABLE_KEYS)
         if keys:
             raise ConfigError(
@@ -142,10 +209,23 @@ def claim_folder(config: RunConfig, folder: Path, world: World, *, resume: bool)
                     fix="use the same recipe and settings, or another --out",
                 )
             )
-    barrier(world)  # every rank has looked before the first one writes
+
+
+def record_config(config: RunConfig, folder: Path, world: World) -> None:
+    """Write the resolved config into the run's folder, whole or not at all.
+
+    Args:
+        config: the run. Its data and model are open by now, so a config with a fault leaves the
+            folder empty, and the mended one can use it.
+        folder: its folder.
+        world: the ranks; the first one writes, once every rank has looked at the folder.
+    """
+    barrier(world)
     if world.is_first:
-        folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(config.to_toml(), encoding="utf-8")
+        path = folder / CONFIG_FILE
+        partial = path.with_name(f".{path.name}.partial")
+        partial.write_text(config.to_toml(), encoding="utf-8")
+        partial.rename(path)
 
 
 def data_folder(config: RunConfig, world: World, display: Display, data_root: Path) -> Path:
@@ -162,14 +242,9 @@ def data_folder(config: RunConfig, world: World, display: Display, data_root: Pa
     """
     folder = default_folder(config.data, data_root)
     if world.is_first:
-        there = folder.exists()
+        there = folder.exists() or config.data.folder is not None
         display.stage(f"{'read' if there else 'prepare'} data set {config.data.dataset}: {folder}")
-        spec = prepare(
-            config.data.dataset,
-            folder,
-            source=config.data.source,
-            options=config.data.synthetic,
-        )
+        spec = provide(config.data, data_root)
         for line in [] if there else notice(spec).splitlines():
             display.stage(line)
     barrier(world)
@@ -203,6 +278,16 @@ def build_run(
         rank=world.rank,
         world_size=world.size,
     )
+    if not reader.steps("train"):
+        raise DataError(
+            refusal(
+                "gem train",
+                f"data set {reader.dataset.name}",
+                must="have rows in its split 'train'",
+                got=f"none of {reader.dataset.examples.rows} in {source}",
+                fix="declare the split in dataset.toml, or make the data set again",
+            )
+        )
     schema = reader.schema
     torch.manual_seed(config.seed)
     model = build_model(config.model, schema).to(world.device)
@@ -271,7 +356,7 @@ def read_run_config(folder: Path) -> RunConfig:
                 fix="give the folder that gem train wrote",
             )
         )
-    return parse_recipe(path.read_text(encoding="utf-8"), name=folder.name, origin=str(path))
+    return parse_recipe(recipe_text(path), name="run", origin=str(path))
 
 
 @contextmanager

@@ -9,6 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from gem_opkit.errors import DataError, refusal
+
 METRICS_FILE = "metrics.jsonl"
 
 
@@ -28,9 +30,10 @@ class RunLog:
         from torch.utils.tensorboard import SummaryWriter
 
         path = folder / METRICS_FILE
-        rows = [json.loads(row) for row in _complete_rows(path)]
-        kept = [row for row in rows if row["step"] <= step and "split" not in row]
-        path.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        kept = [row for row in _rows(path) if row["step"] <= step and "split" not in row]
+        partial = path.with_name(f".{path.name}.partial")
+        partial.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        partial.rename(path)
         self._file = path.open("a", encoding="utf-8")
         self._board = SummaryWriter(
             str(folder / "tensorboard"), purge_step=step + 1 if step else None
@@ -65,12 +68,28 @@ class RunLog:
             self._board.close()
 
 
-def _complete_rows(path: Path) -> list[str]:
+def _rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a file, without a last one that was cut short."""
     if not path.exists():
         return []
-    text = path.read_text(encoding="utf-8")
-    return text[: text.rfind("\n") + 1].splitlines()
+    content = path.read_bytes()
+    rows = []
+    for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), start=1):
+        try:
+            row = json.loads(line)
+            row["step"]  # every row has one
+        except (ValueError, TypeError, KeyError) as fault:
+            raise DataError(
+                refusal(
+                    "gem train --resume",
+                    f"{path} line {number}",
+                    must="be a JSON object with a step",
+                    got=repr(line[:40]),
+                    fix="remove that line",
+                )
+            ) from fault
+        rows.append(row)
+    return rows
 
 
 def _numbers(value: Any, path: str = "") -> list[tuple[str, float]]:

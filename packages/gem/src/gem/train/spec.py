@@ -1,11 +1,11 @@
 """How a model is trained: the recipe's ``[train]`` section. Imports no torch."""
 
 import math
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from gem_embeddings.contract import OptimizerSpec
 from pydantic import Field, model_validator
 
+from gem_embeddings.contract import OptimizerSpec
 from gem_opkit.contract import Contract
 from gem_opkit.errors import ConfigError, refusal
 
@@ -22,7 +22,7 @@ class DenseOptimizerSpec(Contract):
         ge=0,
         description="share of a weight, times lr, that a step takes off; not of vectors",
     )
-    lr_factors: dict[str, float] = Field(
+    lr_factors: dict[str, Annotated[float, Field(ge=0)]] = Field(
         default={},
         description="prefix of qualified parameter names -> factor of their learning rate; the "
         "longest prefix that fits counts",

@@ -265,7 +265,8 @@ def jagged_flash_attention(
         UnsupportedError: an ``impl`` that cannot run here, or uncounted pairs in a graph.
 
     Numerics: computes and sums in float32 (float64 for float64), rounds once. The reference on a
-        CPU gives the same bits in every run with the same number of threads.
+        CPU gives the same bits in every run with the same number of threads. What is not finite
+        in a key or value spoils its own sequence, hidden by the window or not, and no other.
     Cost: 2·H·pairs·(K + V) FLOPs forward and 2·H·pairs·(3K + 2V) backward; no T×S matrix in
         memory.
     Source: Dao 2023 (arXiv:2307.08691) for keeping only the logsumexp; Meta's GEM training

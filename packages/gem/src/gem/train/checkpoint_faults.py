@@ -1,0 +1,88 @@
+"""What goes wrong while a checkpoint is written or read, as one line for the user.
+
+torch wraps the fault of a rank into a `CheckpointException`, which is no `Exception`, and hides
+that of a full disk behind a `RuntimeError` of its file writer; so both are looked into.
+"""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from gem_opkit.errors import DataError, refusal
+
+
+@contextmanager
+def disk_faults_named(partial: Path) -> Iterator[None]:
+    """Turn what a full or broken disk makes torch raise into one line; remove the torn files.
+
+    Args:
+        partial: the folder that is being written.
+
+    Raises:
+        DataError: the disk refused; names the folder of checkpoints and what the system said.
+    """
+    try:
+        yield
+    except (CheckpointException, RuntimeError, OSError) as fault:
+        shutil.rmtree(partial, ignore_errors=True)
+        cause = _origin(fault, (OSError, KeyboardInterrupt))
+        if cause is None:
+            raise
+        if isinstance(cause, KeyboardInterrupt):
+            raise KeyboardInterrupt from fault
+        raise DataError(
+            refusal(
+                "checkpoint",
+                str(partial.parent),
+                must="take another checkpoint",
+                got=cause,
+                fix="free space there, then continue with --resume",
+            )
+        ) from fault
+
+
+def _origin(fault: BaseException, kinds: tuple[type[BaseException], ...]) -> BaseException | None:
+    """The first error of some kinds among those that led to a fault."""
+    waiting: list[BaseException | None] = [fault]
+    seen: set[int] = set()
+    while waiting:
+        one = waiting.pop(0)
+        if one is None or id(one) in seen:
+            continue
+        if isinstance(one, kinds):
+            return one
+        seen.add(id(one))
+        waiting += [one.__cause__, one.__context__]
+        if isinstance(one, CheckpointException):
+            waiting += [error for error, _ in one.failures.values()]
+    return None
+
+
+@contextmanager
+def damage_named(folder: Path) -> Iterator[None]:
+    """Turn what damaged files make torch raise into one line.
+
+    Args:
+        folder: the checkpoint that is being read.
+
+    Raises:
+        DataError: some file cannot be read.
+    """
+    try:
+        yield
+    except (CheckpointException, Exception) as fault:
+        if _origin(fault, (KeyboardInterrupt,)) is not None:
+            raise KeyboardInterrupt from fault
+        first = _origin(fault, (Exception,)) or fault
+        raise DataError(
+            refusal(
+                "checkpoint",
+                str(folder),
+                must="be readable",
+                got=f"{type(first).__name__}: {first}",
+                fix="remove that folder, so that the checkpoint before it is used",
+            )
+        ) from fault
