@@ -384,14 +384,17 @@ def train_rank(world, steps):
 def train_kind(world, kind, steps):
     tables = three_tables()
     optimizer = table_optimizer(tables.table_parameters(), OptimizerSpec(kind=kind, lr=0.1))
+    grads: list[torch.Tensor] = []
     for _ in range(steps):
         optimizer.zero_grad()
         if world.rank != 2:  # a rank may also have no gradient at all
             (weighted_sum(tables(part(world.rank))) * world.size).backward()
         merge_sparse_gradients(tables.table_parameters(), world)
+        if not grads:  # of the first step: both optimizers are blind to a factor of all gradients
+            grads = [p.grad.to_dense() for p in tables.table_parameters()]
         optimizer.step()
     seen = [p.grad._indices()[0].tolist() for p in tables.table_parameters()]
-    return [p.detach() for p in tables.table_parameters()], seen
+    return [p.detach() for p in tables.table_parameters()], seen, grads
 
 
 def test_ranks_learn_what_one_process_learns():
@@ -400,12 +403,16 @@ def test_ranks_learn_what_one_process_learns():
     for kind in KINDS:
         tables = three_tables()
         optimizer = table_optimizer(tables.table_parameters(), OptimizerSpec(kind=kind, lr=0.1))
+        grads: list[torch.Tensor] = []
         for _ in range(3):
             optimizer.zero_grad()
             for rank in range(world_size):
                 weighted_sum(tables(part(rank))).backward()
+            if not grads:
+                grads = [p.grad.to_dense() for p in tables.table_parameters()]
             optimizer.step()
-        for weights, seen in (result[kind] for result in results):
+        for weights, seen, merged in (result[kind] for result in results):
+            torch.testing.assert_close(merged, grads)
             assert seen == results[0][kind][1]
             for weight, same, expected in zip(
                 weights, results[0][kind][0], tables.table_parameters(), strict=True

@@ -133,12 +133,11 @@ def softmax_backward(  # noqa: PLR0913 - what the mathematics takes
         q_rows, k_rows = chunk.q_rows(q_tokens, device), chunk.k_rows(k_tokens, device)
         source = chunk.out_rows(0, device)
         q_c, k_c, v_c = read(q, q_rows, heads), read(k, k_rows, groups), read(v, k_rows, groups)
-        # A padded row repeats a real one: with a gradient it would count twice in dK and dV.
-        grad_c = read(grad, source, heads, zero_padding=True)
+        grad_c = read(grad, source, heads)
         # What is taken from dP in every column of a row, with the sign that adding needs.
         shift_c = read(o, source, heads).mul_(grad_c).sum(-1, keepdim=True).neg_()
         if grad_l is not None:
-            shift_c += read(grad_l, source, heads, zero_padding=True)
+            shift_c += read(grad_l, source, heads)
         bias, tail = _biases(chunk, window, q)
         grad_q_c = q.new_empty(heads, chunk.tasks, chunk.queries, head_width)
         grad_k_c = q.new_empty(groups, chunk.tasks, chunk.keys, head_width)
@@ -151,7 +150,8 @@ def softmax_backward(  # noqa: PLR0913 - what the mathematics takes
             p = _scores(buffer, q_h, k_g, scale, bias, tail)
             torch.softmax(p, -1, out=p)
             if q_rows.padding is not None:
-                # A padded row may see no key; the NaN that it then has would pass a gradient of 0.
+                # A padded row repeats a real one and would count twice in dK and dV. Or it sees no
+                # key and has NaN.
                 p.flatten(0, 1).index_fill_(0, q_rows.padding, 0.0)
             grad_v_c[g].baddbmm_(p.transpose(1, 2), grad_h, beta=beta)
             grad_s = p.mul_(product(other_buffer, grad_h, v_c[:, :, g], shift=shift_c[:, :, h]))

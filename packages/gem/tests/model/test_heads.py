@@ -108,6 +108,15 @@ def test_nothing_known_is_zero_with_zero_gradient(rows):
     assert torch.equal(logits_BA.grad, torch.zeros(len(rows), 2))
 
 
+@pytest.mark.parametrize("known_A", [None, torch.zeros(2)], ids=["own", "of-all-ranks"])
+def test_nothing_known_has_zero_gradient_under_large_factors(known_A):
+    """Task weights and the number of ranks multiply the loss; 0 times infinity would be NaN."""
+    batch = take_rows(loss_batch(), (2,))
+    logits_BA = torch.randn(1, 2, requires_grad=True)
+    (64 * multi_task_loss(logits_BA, batch, (100.0, 1.0), known_A=known_A)).backward()
+    assert torch.equal(logits_BA.grad, torch.zeros(1, 2))
+
+
 def test_losses_of_ranks_add_up_to_the_loss_of_the_whole():
     batch, logits_BA = loss_batch(), torch.randn(5, 2)
     known_A = known_weight(batch)

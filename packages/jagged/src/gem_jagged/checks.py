@@ -228,7 +228,8 @@ def fill_for(op: str, fill: float, dtype: torch.dtype) -> float:
     """Return ``fill`` as the float that an operator's schema takes; refuse what would change."""
     if dtype.is_floating_point or dtype.is_complex:
         bounds = torch.finfo(dtype)
-        if math.isfinite(fill) and not bounds.min <= fill <= bounds.max:
+        # Comparisons alone: math.isfinite would break a graph. Infinity and NaN pass.
+        if -math.inf < fill < math.inf and not bounds.min <= fill <= bounds.max:
             raise DtypeError(
                 refusal(
                     op,

@@ -10,6 +10,11 @@ import torch.distributed as dist
 
 from gem_opkit.errors import ConfigError
 
+# Keeps process groups until the process ends. The destructor of a gloo group joins its threads
+# while it holds the interpreter's lock, and a thread that is still dropping the tensor of the last
+# collective waits for that lock: a deadlock at the end of one job in a few.
+_groups_of_this_process: list[object] = []
+
 
 @dataclass(frozen=True, slots=True)
 class World:
@@ -58,6 +63,7 @@ def process_group(device: str = "auto") -> Iterator[World]:
         return
     backend = "nccl" if chosen.type == "cuda" else "gloo"
     dist.init_process_group(backend, rank=rank, world_size=size)
+    _groups_of_this_process.append(dist.group.WORLD)
     try:
         yield World(rank=rank, size=size, device=chosen)
     finally:

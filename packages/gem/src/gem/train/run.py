@@ -41,10 +41,6 @@ CONFIG_FILE = "config.toml"
 CHECKPOINTS = "checkpoints"
 PREDICTIONS_FILE = "predictions.parquet"
 DATA_ROOT = Path("runs/data")
-# Keeps process groups until the process ends. The destructor of a gloo group joins its threads
-# while it holds the interpreter's lock, and a thread that is still dropping the tensor of the last
-# collective waits for that lock: a deadlock at the end of one run in a few.
-_groups_in_use: list[Any] = []
 _determinism: Any = torch.utils.deterministic  # its setting is a property that no checker sees
 
 
@@ -268,8 +264,6 @@ def build_run(
     """
     spec = config.train
     apply_recipe(config.precision, world.device.type)  # refuses before data is prepared
-    if world.size > 1:
-        _groups_in_use.append(torch.distributed.group.WORLD)
     source = data_folder(config, world, display, data_root)
     reader = open_reader(
         source,

@@ -96,9 +96,10 @@ class TrainStep:
         self.ema: dict[str, Tensor] = {}
         if self.spec.ema_decay is not None:
             self.ema = {name: p.detach().clone() for name, p in self.dense.items()}
-        # Lookups run inside the model's forward pass; their time is booked under the tables.
-        lookups.register_forward_pre_hook(lambda *_: clock.mark("tables"))
-        lookups.register_forward_hook(lambda *_: clock.mark("model"))
+        # Lookups run inside the model's forward pass; their time is booked under the tables. Those
+        # of an evaluation are no time of training.
+        lookups.register_forward_pre_hook(lambda module, *_: _mark(clock, module, "tables"))
+        lookups.register_forward_hook(lambda module, *_: _mark(clock, module, "model"))
 
     def __call__(self, batch: ExampleBatch, step: int) -> Scored:
         """Score a batch, then learn from it.
@@ -112,9 +113,6 @@ class TrainStep:
         """
         self.clock.mark("model")
         known_A = all_reduce_sum(known_weight(batch), self.world)
-        # Of a task without a known label the sum of losses is 0; any divisor of usual size will
-        # do, but a tiny one would overflow in the backward pass.
-        known_A = torch.where(known_A > 0, known_A, 1.0)
         for optimizer in self.optimizers.values():
             optimizer.zero_grad(set_to_none=True)
         with self.precision():
@@ -157,6 +155,11 @@ class TrainStep:
             torch._foreach_lerp_(
                 list(self.ema.values()), [self.dense[name] for name in self.ema], 1.0 - decay
             )
+
+
+def _mark(clock: StepClock, module: nn.Module, section: str) -> None:
+    if module.training:
+        clock.mark(section)
 
 
 def dense_optimizer(spec: TrainSpec, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Adam:
