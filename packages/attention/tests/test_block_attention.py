@@ -173,6 +173,16 @@ def test_a_block_shows_what_its_mask_says(tokens):
     assert torch.equal(out[:, 0] > 0, block_mask(tokens, 4))
 
 
+@pytest.mark.parametrize("block_tokens", [32, 64, 100, 128, 200])
+def test_blocks_of_every_length_with_their_tails(block_tokens):
+    args = inputs((130, 0, 64, 201, 1), heads=2, kv_heads=1)
+    check_runs_equal(
+        run_with_gradients(variant(block_tokens=block_tokens), fresh(args)),
+        run_with_gradients(variant(oracle, block_tokens=block_tokens), fresh(args)),
+        what=f"blocks of {block_tokens}: ",
+    )
+
+
 def test_a_block_as_long_as_the_sequence_is_full_attention():
     q, k, v, layout = inputs((40, 64, 0, 7))
     check_equal_up_to_rounding(

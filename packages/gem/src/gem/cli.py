@@ -1,9 +1,11 @@
 """The command `gem`: train, evaluate, prepare data, look at the installation.
 
 Each command imports what it needs when it runs, so that `gem --help` answers at once. A user's
-error is one line and exit code 2; anything else is a bug and keeps its traceback.
+error, a wrong option too, is one line and exit code 2; anything else is a bug and keeps its
+traceback.
 """
 
+import difflib
 import json
 import os
 import shlex
@@ -13,14 +15,40 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
-from gem_opkit.errors import GemError
+from gem_opkit.errors import ConfigError, GemError, refusal
+
+# typer brings its own copy of click's errors in some versions and click itself in others.
+_UsageFault: Any = typer.BadParameter.__mro__[2]
 
 if TYPE_CHECKING:
     from gem.data.check import DatasetReport
 
+
+class _Commands(TyperGroup):
+    """Commands of which an unknown one is refused with the nearest known one."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command that the first word names."""
+        word = args[0]
+        if word not in self.commands and not word.startswith("-") and not ctx.resilient_parsing:
+            close = difflib.get_close_matches(word, list(self.commands), n=1, cutoff=0.5)
+            raise ConfigError(
+                refusal(
+                    ctx.command_path,
+                    "COMMAND",
+                    must=f"be one of {', '.join(self.commands)}",
+                    got=repr(word),
+                    fix=f"did you mean {close[0]}?" if close else f"see {ctx.command_path} --help",
+                )
+            )
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
     name="gem",
+    cls=_Commands,
     help="Train ads foundation models over jagged event sequences and non-sequence features.",
     no_args_is_help=True,
     add_completion=False,
@@ -28,7 +56,10 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 data_app = typer.Typer(
-    help="Make a data set, or check one.", no_args_is_help=True, rich_markup_mode="rich"
+    cls=_Commands,
+    help="Make a data set, or check one.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
 )
 app.add_typer(data_app, name="data")
 
@@ -41,7 +72,10 @@ _Set = Annotated[
     ),
 ]
 _Json = Annotated[
-    bool, typer.Option("--json", help="Print one JSON document on stdout, the rest on stderr.")
+    bool,
+    typer.Option(
+        "--json", metavar="", help="Print one JSON document on stdout, the rest on stderr."
+    ),
 ]
 
 
@@ -52,6 +86,11 @@ def _console(*, as_json: bool) -> Any:
     if not console.is_terminal:
         console.width = 120  # a file or a pipe: no reason to wrap at 80
     return console
+
+
+def _say(console: Any, text: str) -> None:
+    """Print a line as it is: names and paths may hold what rich takes for its markup."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _print_json(content: dict[str, Any]) -> None:
@@ -71,7 +110,10 @@ def _version(show: bool) -> None:  # noqa: FBT001 - typer calls it with the flag
 def _top(
     *,
     version: Annotated[  # acted on by the callback
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+        bool,
+        typer.Option(
+            "--version", metavar="", callback=_version, is_eager=True, help="Show the version."
+        ),
     ] = False,
 ) -> None:
     pass
@@ -79,7 +121,9 @@ def _top(
 
 @app.command()
 def train(
-    recipe: Annotated[str, typer.Argument(help="Name of a shipped recipe, or a TOML file.")],
+    recipe: Annotated[
+        str, typer.Argument(metavar="RECIPE", help="Name of a shipped recipe, or a TOML file.")
+    ],
     settings: _Set = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the run; default runs/<recipe>-<seed>.")
@@ -87,14 +131,16 @@ def train(
     seed: Annotated[int | None, typer.Option(help="Replace the recipe's seed.")] = None,
     *,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue from the newest complete checkpoint.")
+        bool,
+        typer.Option("--resume", metavar="", help="Continue from the newest complete checkpoint."),
     ] = False,
     as_json: _Json = False,
 ) -> None:
     """Train a model in one pass over time-ordered data, then evaluate it.
 
-    Missing data is prepared first, under runs/data. Start it with `torchrun --nproc-per-node N
-    -m gem train ...` to train on several ranks.
+    Missing data is prepared first, under runs/data. To train on several ranks:
+
+    torchrun --nproc-per-node N -m gem train ...
     """
     from gem.config import load_recipe
 
@@ -126,10 +172,14 @@ def _end_early(what: str, signal_number: int) -> NoReturn:
 
 @app.command(name="eval")
 def evaluate_run(
-    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
     *,
     predictions: Annotated[
-        bool, typer.Option("--predictions", help="Also write predictions.parquet into it.")
+        bool,
+        typer.Option("--predictions", metavar="", help="Also write predictions.parquet into it."),
+    ] = False,
+    domains: Annotated[
+        bool, typer.Option("--domains", metavar="", help="Show the metrics of each domain too.")
     ] = False,
     as_json: _Json = False,
 ) -> None:
@@ -138,15 +188,17 @@ def evaluate_run(
     from gem.train.progress import Display
 
     display = Display(_console(as_json=as_json))
-    found = evaluate_folder(run, display=display, keep_predictions=predictions)
+    found = evaluate_folder(
+        run, display=display, keep_predictions=predictions, show_domains=domains
+    )
     if as_json:
         _print_json(found)
 
 
 @data_app.command(name="prepare")
 def data_prepare(
-    name: Annotated[str, typer.Argument(help="movielens-100k or synthetic.")],
-    out: Annotated[Path, typer.Option(help="Folder of the data set.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="movielens-100k or synthetic.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the data set.")],
     source: Annotated[
         Path | None, typer.Option(help="Folder with the raw files, where they are not fetched.")
     ] = None,
@@ -158,15 +210,15 @@ def data_prepare(
 
     console = _console(as_json=as_json)
     spec = prepare(name, out, source=source)
-    console.print(notice(spec), highlight=False, markup=False)
-    console.print(f"{spec.examples.rows:,} examples in {out}", highlight=False)
+    _say(console, notice(spec))
+    _say(console, f"{spec.examples.rows:,} examples in {out}")
     if as_json:
         _print_json({"name": spec.name, "folder": str(out), "examples": spec.examples.rows})
 
 
 @data_app.command(name="check")
 def data_check(
-    folder: Annotated[Path, typer.Argument(help="Folder of a data set.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a data set.")],
     *,
     as_json: _Json = False,
 ) -> None:
@@ -187,17 +239,17 @@ def _print_report(report: "DatasetReport") -> None:
     for part in report.parts:
         missing = ", ".join(f"{name} {count:,}" for name, count in part.missing.items())
         filled = f"; missing values filled: {missing}" if missing else ""
-        console.print(f"{part.part}: {part.rows:,} rows{filled}", highlight=False)
+        _say(console, f"{part.part}: {part.rows:,} rows{filled}")
     for label in report.labels:
-        console.print(
+        _say(
+            console,
             f"{label.split}, {label.label}: {label.known:,} of {label.examples:,} known, "
             f"{label.positives:,.0f} positive",
-            highlight=False,
         )
     for problem in report.problems:
-        console.print(f"problem: {problem}", highlight=False, markup=False)
+        _say(console, f"problem: {problem}")
     if not report.problems:
-        console.print(f"{report.name} in {report.folder} is sound", highlight=False)
+        _say(console, f"{report.name} in {report.folder} is sound")
 
 
 @app.command()
@@ -232,7 +284,12 @@ def _run() -> None:
     from pydantic import ValidationError
 
     try:
-        app()
+        code = app(prog_name="gem", standalone_mode=False)
+    except _UsageFault as fault:
+        if type(fault).__name__ == "NoArgsIsHelpError":  # typer has printed the help by now
+            raise SystemExit(2) from None
+        typer.echo(f"error: {_usage_line(fault)}", err=True)
+        raise SystemExit(2) from None
     except (GemError, ValidationError, OSError) as error:
         rank = os.environ.get("RANK")
         where = f"rank {rank}: " if rank not in (None, "0") else ""
@@ -240,6 +297,27 @@ def _run() -> None:
         text = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
         typer.echo(f"error: {where}{text}", err=True)
         raise SystemExit(2) from None
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):
         typer.echo("interrupted", err=True)
         raise SystemExit(130) from None
+    raise SystemExit(code if isinstance(code, int) else 0)
+
+
+def _usage_line(fault: Any) -> str:
+    """What is wrong with the words of a command, in the form of all errors."""
+    where = "gem" if fault.ctx is None else fault.ctx.command_path
+    name, must = "arguments", "be as the help says"
+    got = " ".join(fault.format_message().split()).rstrip(".")
+    got, fix = got[:1].lower() + got[1:], f"see {where} --help"
+    match type(fault).__name__:
+        case "MissingParameter":
+            name, must, got = fault.param.human_readable_name, "be given", "nothing"
+        case "NoSuchOption":
+            known = [
+                word for param in fault.ctx.command.get_params(fault.ctx) for word in param.opts
+            ]
+            known = [word for word in known if word.startswith("--")]
+            close = difflib.get_close_matches(fault.option_name, known, n=1, cutoff=0.5)
+            name, must, got = "OPTION", f"be one of {', '.join(known)}", fault.option_name
+            fix = f"did you mean {close[0]}?" if close else fix
+    return refusal(where, name, must=must, got=got.removeprefix("got "), fix=fix)

@@ -21,7 +21,7 @@ from gem.data.toml_text import toml_text
 from gem.model.spec import GemSpec, ModelSpec
 from gem.train.spec import TrainSpec
 from gem_opkit.contract import Contract
-from gem_opkit.errors import ConfigError, refusal
+from gem_opkit.errors import ConfigError, UnsupportedError, refusal
 from gem_parallel.contract import ParallelPlan
 from gem_precision.contract import PrecisionRecipe
 
@@ -177,7 +177,7 @@ def recipe_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")  # editors of Windows put a mark first
     except UnicodeDecodeError as fault:
-        raise ConfigError(f"{path}: the file must be TOML in UTF-8; {fault}; save it so") from None
+        raise ConfigError(f"{path}: file must be TOML in UTF-8; got {fault}; save it so") from None
 
 
 def parse_recipe(
@@ -204,6 +204,7 @@ def parse_recipe(
 
     Raises:
         ConfigError: as in `load_recipe`.
+        UnsupportedError: a parallel plan that is wrong and not built.
     """
     raw = _raw_recipe(text, origin, beside, depth=0)
     raw.setdefault("name", name)
@@ -215,7 +216,35 @@ def parse_recipe(
         # Strict, so that "512" is no number; TOML arrays become tuples, as contracts hold them.
         return RunConfig.model_validate(_tuples(raw), strict=True)
     except ValidationError as error:
+        # A plan that shards one mesh alone breaks a rule of plans as well; that it is not built is
+        # what the user has to know.
+        check_built(raw.get("parallel"))
         raise ConfigError(f"{origin}: {explain(error, raw, RunConfig)}") from None
+
+
+def check_built(parallel: object) -> None:
+    """Refuse a parallel plan of which an axis is not built.
+
+    Args:
+        parallel: the recipe's ``[parallel]`` section, checked or not; anything but a table passes.
+
+    Raises:
+        UnsupportedError: names the axis.
+    """
+    if not isinstance(parallel, Mapping):
+        return
+    for axis in ("shard", "expert", "table_shard"):
+        parts = parallel.get(axis, 1)
+        if isinstance(parts, int) and parts > 1:
+            raise UnsupportedError(
+                refusal(
+                    "gem",
+                    f"parallel.{axis}",
+                    must="be 1, as sharded training is not built",
+                    got=parts,
+                    fix="leave [parallel] out: every rank then holds a copy of everything",
+                )
+            )
 
 
 def _raw_recipe(text: str, origin: str, beside: Path, *, depth: int) -> dict[str, Any]:
@@ -223,7 +252,7 @@ def _raw_recipe(text: str, origin: str, beside: Path, *, depth: int) -> dict[str
     try:
         raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{origin}: the file must be TOML; {error}; mend that line") from None
+        raise ConfigError(f"{origin}: file must be TOML; got {error}; mend that line") from None
     base = raw.pop("base", None)
     if base is None:
         return raw

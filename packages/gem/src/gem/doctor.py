@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 # import name -> (distribution, what it is for, whether a first training run needs it).
 _PARTS = {
@@ -136,21 +137,29 @@ def findings_table(found: dict[str, Any]) -> Table:
     Args:
         found: what `examine` returned.
     """
-    table = Table(title=f"Python {found['python']} on {found['platform']}")
-    table.add_column("what")
-    table.add_column("found")
-    table.add_column("for")
-    for name, part in found["packages"].items():
-        table.add_row(name, part["version"] or "not installed", part["use"])
+    # Texts hold brackets, as in gem-embeddings[torchrec], which rich would take for its markup.
+    title = Text(f"Python {found['python']} on {found['platform']}", style="table.title")
+    table = Table(title=title)
+    table.add_column("what", overflow="fold")
+    table.add_column("found", overflow="fold")
+    table.add_column("for", overflow="fold")
+    rows = [
+        (name, part["version"] or "not installed", part["use"])
+        for name, part in found["packages"].items()
+    ]
     for device in found["devices"]:
         size = device["memory_bytes"]
-        table.add_row("device", device["name"], f"{size / 2**30:.0f} GiB" if size else "")
+        rows.append(("device", device["name"], f"{size / 2**30:.0f} GiB" if size else ""))
     memory = found["memory_bytes"]
-    table.add_row("memory", f"{memory / 2**30:.1f} GiB" if memory else "unknown", "")
-    table.add_row("disk, free here", f"{found['disk_free_bytes'] / 2**30:.1f} GiB", "")
-    table.add_row("CPU cores", str(found["cpus"]), "")
+    rows += [
+        ("memory", f"{memory / 2**30:.1f} GiB" if memory else "unknown", ""),
+        ("disk, free here", f"{found['disk_free_bytes'] / 2**30:.1f} GiB", ""),
+        ("CPU cores", str(found["cpus"]), ""),
+    ]
+    for row in rows:
+        table.add_row(*map(Text, row))
     for problem in found["problems"]:
-        table.add_row("[red]problem[/red]", problem, "")
+        table.add_row(Text("problem", style="red"), Text(problem), "")
     if not found["problems"]:
-        table.add_row("[green]all there[/green]", "gem train synthetic-debug will run", "")
+        table.add_row(Text("all there", style="green"), "gem train synthetic-debug will run", "")
     return table

@@ -61,8 +61,11 @@ def data_parallel(
     )
     # Buffers are equal by now and each rank keeps its own; torch 2.13 has a new word for that.
     known = inspect.signature(DistributedDataParallel.__init__).parameters
-    word = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-    return DistributedDataParallel(module, gradient_as_bucket_view=True, **{word: False})
+    if "forward_sync_buffers" in known:
+        return DistributedDataParallel(
+            module, gradient_as_bucket_view=True, forward_sync_buffers=False
+        )
+    return DistributedDataParallel(module, gradient_as_bucket_view=True, broadcast_buffers=False)
 
 
 def loss_scale(local_weight: float, world: World) -> float:

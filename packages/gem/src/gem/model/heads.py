@@ -198,6 +198,8 @@ def multi_task_loss(
         logits_BA.float(), batch.labels_BA, reduction="none"
     )
     known_A = weight_BA.sum(0) if known_A is None else known_A
-    # A task without known labels has a zero numerator too: 0 / tiny is 0, without a branch.
-    mean_A = (loss_BA * weight_BA).sum(0) / known_A.clamp_min(torch.finfo(torch.float32).tiny)
+    # A task without known labels has a zero numerator too, so 1 does for its denominator. A tiny
+    # one would not: 1 / tiny overflows under a task weight or a factor of the whole loss, and the
+    # backward pass would multiply 0 by infinity.
+    mean_A = (loss_BA * weight_BA).sum(0) / torch.where(known_A > 0, known_A, 1.0)
     return mean_A @ mean_A.new_tensor(task_weights)

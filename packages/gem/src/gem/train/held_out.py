@@ -28,7 +28,13 @@ from gem.train.run import (
 )
 from gem.train.run_log import RunLog
 from gem.train.step import averaged_weights
-from gem.train.summary import SUMMARY_FILE, peak_memory_bytes, throughput, write_json
+from gem.train.summary import (
+    SUMMARY_FILE,
+    costs_of_training,
+    peak_memory_bytes,
+    throughput,
+    write_json,
+)
 from gem_opkit.ceilings import device_name
 from gem_opkit.errors import DataError, refusal
 from gem_parallel.collectives import all_gather_rows
@@ -51,11 +57,15 @@ def finish(run: Run, log: RunLog) -> dict[str, Any]:
     for split, found in held_out.items():
         log.write({"step": run.state.step, "split": split, "metrics": found})
     summary = _summarise(run, held_out)
+    if not run.examples_here:
+        summary |= costs_of_training(run.folder, summary)
     if run.world.is_first:
         if predictions:
             write_predictions(run.folder / PREDICTIONS_FILE, predictions, run.reader.schema)
         write_json(run.folder / SUMMARY_FILE, summary)
-    run.display.results(summary)
+    run.display.results(
+        summary, domains=f"{run.folder / SUMMARY_FILE}, or gem eval {run.folder} --domains"
+    )
     run.display.costs(summary, run.clock.fractions())
     run.display.stage(f"done: {run.folder}")
     return summary
@@ -142,6 +152,7 @@ def evaluate_folder(
     *,
     display: Display | None = None,
     keep_predictions: bool = False,
+    show_domains: bool = False,
     data_root: Path = DATA_ROOT,
 ) -> dict[str, Any]:
     """Evaluate the newest complete checkpoint of a run on the held-out rows.
@@ -150,6 +161,7 @@ def evaluate_folder(
         folder: the run's folder.
         display: shows the progress; none: silent.
         keep_predictions: also write ``predictions.parquet`` into the folder.
+        show_domains: display the metrics of each domain too; they are returned in any case.
         data_root: as in `train`.
 
     Returns:
@@ -187,5 +199,5 @@ def evaluate_folder(
             "steps": run.state.step,
             **held_out,
         }
-        display.results(found)
+        display.results(found, domains=None if show_domains else "add --domains")
         return found

@@ -85,6 +85,12 @@ def _train_steps(run: Run, log: RunLog) -> None:
         f"train {run.total_steps - state.step} steps of {spec.batch_examples} examples in time "
         f"order on {run.world.size} x {device_name(run.world.device)}"
     )
+    tasks = run.reader.schema.labels
+    if len(tasks) > 1:
+        run.display.stage(
+            f"shown: loss, weighted and summed over {len(tasks)} tasks; NE of {tasks[0]} in the "
+            f"newest {spec.window_steps} steps"
+        )
     bar = run.display.bar("train", run.total_steps, state.step)
     run.step.model.train()
     with StopRequest() as stop, bar:
@@ -124,8 +130,11 @@ def _timed(batches: Iterator[ExampleBatch], clock: StepClock) -> Iterator[Exampl
 
 
 def _one_step(run: Run, batch: ExampleBatch) -> None:
-    state = run.state
-    scored = run.step(batch.to(run.world.device, non_blocking=True), state.step)
+    state, device = run.state, run.world.device
+    # On a CPU it is there already, and every look at a tensor gives the thread that reads ahead
+    # the chance to keep the interpreter for a while.
+    there = batch.labels_BA.device == device
+    scored = run.step(batch if there else batch.to(device, non_blocking=True), state.step)
     state.step += 1
     run.pending.append((state.step, batch, scored))
     run.clock.end_step()

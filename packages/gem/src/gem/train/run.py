@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from gem.config import RunConfig, parse_recipe, recipe_text
+from gem.config import RunConfig, check_built, parse_recipe, recipe_text
 from gem.data.batch import ExampleBatch
 from gem.data.loader import Prefetcher
 from gem.data.prepare import default_folder, notice, provide
@@ -30,9 +30,10 @@ from gem.train.metrics import MetricStream
 from gem.train.progress import Display
 from gem.train.spec import RESUMABLE_KEYS, TrainSpec
 from gem.train.step import Scored, TrainStep
-from gem_opkit.errors import ConfigError, DataError, refusal
+from gem_opkit.errors import ConfigError, DataError, UnsupportedError, refusal
 from gem_parallel.collectives import all_reduce_sum, barrier
 from gem_parallel.launch import World
+from gem_precision.contract import PrecisionRecipe
 from gem_precision.layers import apply_recipe
 
 _log = logging.getLogger(__name__)
@@ -263,7 +264,7 @@ def build_run(
         ConfigError, DataError, UnsupportedError: as `gem.train.loop.train`.
     """
     spec = config.train
-    apply_recipe(config.precision, world.device.type)  # refuses before data is prepared
+    _check_built(config, world)  # before data is prepared
     source = data_folder(config, world, display, data_root)
     reader = open_reader(
         source,
@@ -310,6 +311,30 @@ def build_run(
         clock,
         total_steps,
     )
+
+
+def _check_built(config: RunConfig, world: World) -> None:
+    """Refuse what is not built, by the names of the recipe's keys."""
+    if config.parallel is not None:
+        check_built(config.parallel.model_dump())
+    kinds = config.precision.layer_formats
+    keys = {"default": config.precision.default} | {
+        f"layer_formats.{k}": v for k, v in kinds.items()
+    }
+    for key, number_format in keys.items():
+        try:
+            apply_recipe(PrecisionRecipe(default=number_format), world.device.type)
+        except UnsupportedError:
+            raise UnsupportedError(
+                refusal(
+                    "gem train",
+                    f"precision.{key}",
+                    must="be a format that is built (fp32, bf16_autocast)",
+                    got=number_format,
+                    fix='take "bf16_autocast" instead',
+                )
+            ) from None
+    apply_recipe(config.precision, world.device.type)
 
 
 def continue_run(run: Run) -> None:

@@ -3,12 +3,15 @@
 import json
 import resource
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 SUMMARY_FILE = "summary.json"
+# What the process that trained measured, and where it ran.
+_COSTS = ("world_size", "device", "throughput", "efficiency", "memory")
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -29,7 +32,7 @@ def throughput(
     """The ``throughput`` table of ``summary.json``.
 
     Args:
-        examples: trained on by this process and its peers.
+        examples: trained on by this process and its peers; 0: nothing was timed.
         tokens: their history events.
         seconds: time of the training loop, with its logs and checkpoints.
         step_ms: median time of a step.
@@ -38,13 +41,37 @@ def throughput(
     Returns:
         ``{examples_per_s, tokens_per_s, step_ms_median, data_wait_frac}``, null without a step.
     """
-    timed = seconds > 0.0
+    timed = examples > 0 and seconds > 0.0
     return {
         "examples_per_s": examples / seconds if timed else None,
         "tokens_per_s": tokens / seconds if timed else None,
         "step_ms_median": step_ms,
         "data_wait_frac": data_wait_s / seconds if timed else None,
     }
+
+
+def costs_of_training(folder: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
+    """What a finished run has written about its speed and memory.
+
+    For a process that continued the run without a step of its own: it cannot measure them.
+
+    Args:
+        folder: of the run.
+        summary: what this process would write.
+
+    Returns:
+        The tables to take over; empty where the run has left no summary at the same step.
+    """
+    path = folder / SUMMARY_FILE
+    if not path.is_file():
+        return {}
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:  # no JSON: nothing is known, and it is about to be replaced
+        return {}
+    if not isinstance(before, dict) or before.get("steps") != summary["steps"]:
+        return {}
+    return {key: before[key] for key in _COSTS if key in before}
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
