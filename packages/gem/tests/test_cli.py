@@ -1,5 +1,6 @@
 """The command line, as a person or a script meets it."""
 
+import io
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from gem.cli import main
 from gem.data.prepare import default_folder, prepare
@@ -101,8 +103,14 @@ def test_the_table_comes_last_and_the_default_folder_has_the_seed(gem, tiny_file
     assert (code, err) == (0, "")
     assert Path("runs/tiny-7/summary.json").exists()
     last = out[out.index("tiny on synthetic, seed 7") :]
-    assert re.search(r"test +click +all +40 +[\d.]+", last)
+    assert re.search(r"test +click +40 +[\d.]+", last)
+    assert "stories" not in last
+    assert "by domain: runs/tiny-7/summary.json, or gem eval runs/tiny-7 --domains" in last
     assert "examples/s" in last
+    code, out, err = gem("eval", "runs/tiny-7", "--domains")
+    assert (code, err) == (0, "")
+    assert re.search(r"test +click +40 .*\n +feed +\d+ .*\n +stories +\d+ ", out)
+    assert "by domain" not in out
 
 
 def one_line_error(outcome):
@@ -126,13 +134,47 @@ def test_user_errors_are_one_line_and_exit_code_2(gem, tiny_file, tmp_path):
     assert "dataset.toml" in one_line_error(gem("data", "check", "used"))
     assert "movielens-100k" in one_line_error(gem("data", "prepare", "movielens", "--out", "d"))
     error = one_line_error(gem("train", tiny_file, "--set", "precision.default=mxfp8"))
-    assert "mxfp8" in error
+    assert "gem train: precision.default must be a format that is built" in error
+    assert "; got mxfp8; " in error
+    error = one_line_error(
+        gem("train", tiny_file, "--out", "other", "--set", "precision.layer_formats.norm=mxfp8")
+    )
+    assert "precision.layer_formats.norm must" in error
 
 
-def test_a_wrong_option_is_exit_code_2_with_usage(gem):
-    code, _, err = gem("train", "--bogus")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["frobnicate"], "gem: COMMAND must be one of train, eval, doctor, data; got 'frobnicate'"),
+        (["trian", "x"], "got 'trian'; did you mean train?"),
+        (["data", "chek"], "gem data: COMMAND must be one of prepare, check; got 'chek'; did you"),
+        (["train"], "gem train: RECIPE must be given; got nothing; see gem train --help"),
+        (["train", "x", "--sed", "3"], "; got --sed; did you mean --seed?"),
+        (["--bogus"], "gem: OPTION must be one of --version, --help; got --bogus; see gem --help"),
+        (["train", "x", "--seed", "q"], "got invalid value for '--seed': "),
+        (["train", "x", "y"], "got unexpected extra argument"),
+        (["train", "x", "--out"], "got option '--out' requires an argument"),
+    ],
+)
+def test_wrong_words_are_one_line_too(gem, words, said):
+    assert said in one_line_error(gem(*words))
+
+
+@pytest.mark.parametrize("words", [[], ["data"]])
+def test_no_command_shows_the_help(gem, words):
+    code, out, err = gem(*words)
     assert code == 2
-    assert "--bogus" in err
+    assert "Commands" in out + err
+    assert "error" not in out + err
+
+
+def test_help_keeps_the_command_for_several_ranks_whole(gem, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = gem("train", "--help")
+    assert code == 0
+    assert any(
+        line.strip() == "torchrun --nproc-per-node N -m gem train ..." for line in out.splitlines()
+    )
 
 
 def test_training_again_needs_resume(gem, tiny_file, data):
@@ -140,9 +182,18 @@ def test_training_again_needs_resume(gem, tiny_file, data):
     code, first, _ = gem(*train)
     assert code == 0
     assert "is not empty" in one_line_error(gem(*train))
-    code, again, _ = gem(*train, "--resume")
+    code, again, err = gem(*train, "--resume")
     assert code == 0
+    # Nothing was trained, so the speed and the memory are those of the run that trained.
+    assert json.loads(again) == json.loads(first)
+    assert json.loads(Path("run/summary.json").read_text()) == json.loads(first)
+    assert "examples/s" not in err
+    Path("run/summary.json").unlink()
+    code, again, err = gem(*train, "--resume")
+    assert code == 0
+    assert set(json.loads(again)["throughput"].values()) == {None}
     assert results(json.loads(again)) == results(json.loads(first))
+    assert "examples/s" not in err
 
 
 def test_killed_and_resumed_equals_unbroken(gem, tiny_file, data, tmp_path):
@@ -254,6 +305,7 @@ def test_doctor_reports_versions_and_devices(gem):
     code, out, _ = gem("doctor")
     assert code == 0
     assert "gem train synthetic-debug will run" in out
+    assert "sharded tables, extra gem-embeddings[torchrec]" in out
 
 
 def test_doctor_says_what_is_missing_and_what_to_do(gem, monkeypatch):
@@ -268,6 +320,14 @@ def test_doctor_says_what_is_missing_and_what_to_do(gem, monkeypatch):
     assert code == 1
     [problem] = json.loads(out)["problems"]  # torchrec is optional
     assert problem.endswith("pip install pyarrow")
+
+
+def test_doctor_prints_brackets_as_they_are():
+    from gem.doctor import examine, findings_table
+
+    console = Console(file=io.StringIO(), width=200)
+    console.print(findings_table({**examine(), "problems": ["no [bold] in x[/y]"]}))
+    assert "no [bold] in x[/y]" in console.file.getvalue()
 
 
 def test_doctor_knows_which_fbgemm_goes_with_torch():

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from gem.config import RunConfig, load_recipe, parse_recipe, shipped_recipes
-from gem_opkit.errors import ConfigError
+from gem_opkit.errors import ConfigError, UnsupportedError
 
 RECIPE = """
 [data]
@@ -108,6 +108,20 @@ def test_a_rule_between_keys_names_them():
     assert "parallel" in refused("parallel.replicate=2")
 
 
+@pytest.mark.parametrize("axis", ["shard", "expert", "table_shard"])
+def test_what_is_not_built_is_said_before_what_else_is_wrong(axis):
+    with pytest.raises(
+        UnsupportedError,
+        match=rf"parallel\.{axis} must be 1, as sharded training is not built; got 2",
+    ):
+        parse(f"parallel.{axis}=2")
+
+
+@pytest.mark.parametrize("value", ["true", "'x'", "0", "-2"])
+def test_an_axis_with_a_wrong_value_keeps_its_own_message(value):
+    assert "'parallel.shard'" in refused(f"parallel.shard={value}")
+
+
 def test_settings_of_a_stream_that_is_not_read_are_refused():
     text = RECIPE.replace("[model.streams.clicks]", "[model.streams.click]")
     assert "model.streams.click must be a stream that data.streams reads" in refused(text=text)
@@ -198,7 +212,7 @@ def test_mark_that_editors_put_first_is_no_fault(tmp_path):
 
 def test_file_that_is_no_text_is_named(tmp_path):
     (tmp_path / "picture.toml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match=r"picture.toml: the file must be TOML in UTF-8"):
+    with pytest.raises(ConfigError, match=r"picture.toml: file must be TOML in UTF-8; got"):
         load_recipe(str(tmp_path / "picture.toml"))
 
 

@@ -311,7 +311,7 @@ def _usage_line(fault: Any) -> str:
     got, fix = got[:1].lower() + got[1:], f"see {where} --help"
     match type(fault).__name__:
         case "MissingParameter":
-            name, must, got = fault.param.human_readable_name, "be given", "nothing"
+            name, must, got = got.split("'")[1], "be given", "nothing"
         case "NoSuchOption":
             known = [
                 word for param in fault.ctx.command.get_params(fault.ctx) for word in param.opts
