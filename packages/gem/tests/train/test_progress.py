@@ -57,7 +57,7 @@ def test_a_moving_line_is_whole_at_80_columns():
         lines = shown(console)
     assert all(len(line) <= 80 for line in lines)
     found = re.search(
-        r"train 12345/156250  loss 0\.6123  NE 0\.9877  123,456 ex/s left (\S+)$", lines[-1]
+        r"train 12345/156250  loss 0\.6123  NE 0\.9877  123,456 ex/s  left (\S+)$", lines[-1]
     )
     assert found, lines
     assert re.fullmatch(r"[\d:]+|-+:-+", found[1])

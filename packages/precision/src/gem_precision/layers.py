@@ -194,11 +194,11 @@ class Projection(nn.Linear):
         """Draw the weight anew from torch's default generator of its device."""
         nn.init.normal_(self.weight, std=self.init_gain * self.in_features**-0.5)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Map the last dim.
 
         Args:
-            x: floats of any shape that ends in in_width.
+            input: floats of any shape that ends in in_width.
 
         Returns:
             y, the same shape with out_width last.
@@ -206,8 +206,8 @@ class Projection(nn.Linear):
         Raises:
             ShapeError: x ends in another width.
         """
-        _check_last_dim("Projection", x, self.in_features)
-        return super().forward(x)
+        _check_last_dim("Projection", input, self.in_features)
+        return super().forward(input)
 
 
 class Mlp(nn.Module):

@@ -38,7 +38,9 @@ class _RmsNormalize(torch.autograd.Function):
     # The derivative of rstd is inside the formula, so that a second derivative would miss it.
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator's own type
+        ctx: Any, *grads: Any
+    ) -> tuple[Tensor, None]:
         saved, rstd = ctx.saved_tensors
         grad_y = grads[0].to(rstd.dtype)
         y = saved * rstd if ctx.from_input else saved

@@ -14,7 +14,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import Field, model_validator
 
 from gem.data.names import nearest
-from gem.data.statistic_spec import StatisticSpec
+from gem.data.statistics.spec import StatisticSpec
 from gem.data.synthetic_spec import SyntheticSpec
 from gem_opkit.contract import Contract
 from gem_opkit.errors import ConfigError, refusal

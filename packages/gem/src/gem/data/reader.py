@@ -20,7 +20,7 @@ from gem.data.features import DatasetSpec, DataSpec, StreamRead
 from gem.data.names import nearest
 from gem.data.schema import BatchSchema
 from gem.data.sources import Ids, Sources
-from gem.data.statistics import StatisticsBlock, StatisticsEngine
+from gem.data.statistics.engine import StatisticsBlock, StatisticsEngine
 from gem.data.stream_reader import StreamReader, id_input
 from gem.data.transforms import apply_transforms, resolved_transforms
 from gem_jagged.batch import Jagged, Layout

@@ -8,7 +8,7 @@ so they are the same to the last bit wherever blocks begin and from wherever a r
 import numpy as np
 
 from gem.data.features import RunningScale
-from gem.data.rates import Block
+from gem.data.statistics.rates import Block
 
 
 class RunningScaler:

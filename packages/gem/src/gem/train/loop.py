@@ -86,7 +86,7 @@ def _train_steps(run: Run, log: RunLog) -> None:
         f"order on {run.world.size} x {device_name(run.world.device)}"
     )
     tasks = run.reader.schema.labels
-    if len(tasks) > 1:
+    if len(tasks) > 1 and state.step < run.total_steps:
         run.display.stage(
             f"shown: loss, weighted and summed over {len(tasks)} tasks; NE of {tasks[0]} in the "
             f"newest {spec.window_steps} steps"

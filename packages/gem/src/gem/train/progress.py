@@ -89,7 +89,7 @@ class Display:
             f"{summary['throughput']['examples_per_s']:,.0f} examples/s, "
             f"{summary['throughput']['tokens_per_s']:,.0f} events/s, "
             f"peak memory {summary['memory']['peak_bytes'] / 2**30:.2f} GiB\n"
-            f"time of training: {shares}",
+            f"time: {shares}",
             highlight=False,
             markup=False,
         )
@@ -108,7 +108,7 @@ class StepBar:
             self._progress = Progress(
                 BarColumn(bar_width=_GUTTER - 2),
                 TextColumn("{task.description}", markup=False),
-                TextColumn("left", style="dim"),
+                TextColumn(" left", style="dim"),
                 TimeRemainingColumn(compact=True),
                 console=console,
                 transient=False,

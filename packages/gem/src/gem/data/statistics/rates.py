@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gem.data.keyed_sums import KeyedSums, OpenBlock, Reading, mix64, to_fixed
 from gem.data.names import nearest
 from gem.data.sources import IdInfo, Ids, Sources
-from gem.data.statistic_spec import RateStatistic
+from gem.data.statistics.keyed_sums import KeyedSums, OpenBlock, Reading, mix64, to_fixed
+from gem.data.statistics.spec import RateStatistic
 from gem_opkit.errors import ConfigError, refusal
 
 

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from gem.data.features import Bucket, DatasetSpec, DataSpec
 from gem.data.names import nearest
-from gem.data.statistic_spec import FeedbackSpec, RateStatistic
+from gem.data.statistics.spec import FeedbackSpec, RateStatistic
 from gem.data.toml_text import toml_text
 from gem_opkit.errors import ConfigError, DtypeError
 

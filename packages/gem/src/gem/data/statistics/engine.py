@@ -4,10 +4,10 @@ The engine walks over the log in time order, in blocks of rows. A row reads coun
 sums as they stand before its own time: rows of equal time never see each other. Only labelled
 rows of the training split add to them. What a row gets depends on nothing but the log and the
 declarations: not on the batch size, the rank, the number of ranks, the step from which a run is
-resumed, or where blocks begin (`gem.data.keyed_sums` says why, to the last bit).
+resumed, or where blocks begin (`gem.data.statistics.keyed_sums` says why, to the last bit).
 
 Every rank walks over all rows and computes all of their statistics; each takes its own rows.
-Formulas: `gem.data.statistic_spec`.
+Formulas: `gem.data.statistics.spec`.
 """
 
 import threading
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gem.data.rates import Block
 from gem.data.sources import Sources
-from gem.data.statistic_state import Outputs, StatisticState
+from gem.data.statistics.rates import Block
+from gem.data.statistics.state import Outputs, StatisticState
 
 BLOCK_ROWS = 512
 

@@ -10,9 +10,9 @@ import numpy as np
 from gem.data.columns import Column
 from gem.data.features import EntitySpec
 from gem.data.names import nearest
-from gem.data.rates import Block, Rate, logit, sum_of_each
 from gem.data.sources import Sources
-from gem.data.statistic_spec import (
+from gem.data.statistics.rates import Block, Rate, logit, sum_of_each
+from gem.data.statistics.spec import (
     CountWeight,
     FeedbackSpec,
     NumberWeight,
@@ -196,9 +196,7 @@ def _resolve(
 ) -> Callable[[Histories], np.ndarray]:
     match spec:
         case RankWeight(scale=scale):
-            return lambda h: np.exp(
-                (np.arange(len(h.owners)) + 1 - h.offsets[1:][h.owners]) / scale
-            )
+            return lambda h: np.exp(-_ranks(h) / scale)
         case TimeWeight(scale_s=scale):
             return lambda h: 1.0 / (1.0 + h.gap_s / scale)
         case WindowWeight(window_s=window):

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from gem.data.dataset import Dataset
 from gem.data.features import DataSpec, RunningScale
-from gem.data.keyed_sums import KeyedSums, PairSums, mix64, to_fixed
-from gem.data.rates import Block
 from gem.data.reader import open_reader
 from gem.data.running_scale import RunningScaler
 from gem.data.sources import Sources
-from gem.data.statistics import StatisticsEngine
+from gem.data.statistics.engine import StatisticsEngine
+from gem.data.statistics.keyed_sums import KeyedSums, PairSums, mix64, to_fixed
+from gem.data.statistics.rates import Block
 from gem_opkit.errors import ConfigError
 
 FEEDBACK = {

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from gem.data.features import StreamRead
-from gem.data.histories import Histories, Weight
 from gem.data.join import packed_ranges
-from gem.data.keyed_sums import FIXED_POINT, PairSums, Reading, to_fixed
 from gem.data.names import nearest
-from gem.data.rates import Block, Counter, Rate, count_output, logit, sum_of_each
 from gem.data.running_scale import RunningScaler
 from gem.data.sources import Sources
-from gem.data.statistic_spec import (
+from gem.data.statistics.histories import Histories, Weight
+from gem.data.statistics.keyed_sums import FIXED_POINT, PairSums, Reading, to_fixed
+from gem.data.statistics.rates import Block, Counter, Rate, count_output, logit, sum_of_each
+from gem.data.statistics.spec import (
     CountStatistic,
     EventStatistic,
     FeedbackSpec,

@@ -1,4 +1,4 @@
-"""Streaming statistics that a recipe declares; `gem.data.statistics` computes them. No torch.
+"""Streaming statistics that a recipe declares; `engine` computes them. Torch-free.
 
 Notation, for an example with candidate i at time t and the events j = 1 .. n of its history:
 
