@@ -110,7 +110,7 @@ class RmsNorm(nn.Module):
             y of the same shape and dtype.
 
         Raises:
-            ShapeError: x ends in another width.
+            ShapeError: the input ends in another width.
         """
         _check_last_dim("RmsNorm", x, self.width)
         y = rms_normalize(x, self.eps)
@@ -157,7 +157,7 @@ class LayerNorm(nn.Module):
             y of the same shape and dtype.
 
         Raises:
-            ShapeError: x ends in another width.
+            ShapeError: the input ends in another width.
         """
         _check_last_dim("LayerNorm", x, self.width)
         # autocast would return float32 here; the caller's dtype is what the next matmul reads.
@@ -204,7 +204,7 @@ class Projection(nn.Linear):
             y, the same shape with out_width last.
 
         Raises:
-            ShapeError: x ends in another width.
+            ShapeError: the input ends in another width.
         """
         _check_last_dim("Projection", input, self.in_features)
         return super().forward(input)
@@ -274,7 +274,7 @@ class Mlp(nn.Module):
             y, the same shape with widths[-1] last.
 
         Raises:
-            ShapeError: x ends in another width.
+            ShapeError: the input ends in another width.
         """
         activate = _ACTIVATIONS[self.activation]
         for projection in list(self.projections)[:-1]:
