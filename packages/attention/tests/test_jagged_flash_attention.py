@@ -269,9 +269,9 @@ def test_history_equals_the_oracle_in_every_pattern():
 
 
 def test_long_sequence_is_cut_and_still_right(monkeypatch):
-    from gem_attention import chunks
+    from gem_attention.chunked import plan
 
-    monkeypatch.setattr(chunks, "_CPU_BUDGET", 512)
+    monkeypatch.setattr(plan, "_CPU_BUDGET", 512)
     args = inputs((90, 3, 70), dtype=torch.float64)
     for window in [(None, None), (None, 0), (8, 8)]:
         actual = run_with_gradients(variant(window=window), fresh(args))

@@ -197,9 +197,9 @@ def test_seeds_are_queries_repeated_for_every_sequence():
 
 
 def test_many_seeds_are_cut_and_still_right(monkeypatch):
-    from gem_attention import chunks
+    from gem_attention.chunked import plan
 
-    monkeypatch.setattr(chunks, "_CPU_BUDGET", 512)
+    monkeypatch.setattr(plan, "_CPU_BUDGET", 512)
     args = inputs((30, 0, 50), seeds=41, dtype=torch.float64)
     check_runs_equal(
         run_with_gradients(variant(), fresh(args)),

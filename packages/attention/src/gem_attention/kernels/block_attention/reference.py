@@ -8,7 +8,7 @@ each block and head::
     dV = Pᵀ dO           dP = dO Vᵀ         dS = P ∘ (dP − rowsum(dO ∘ out))
     dQ = scale · dS K    dK = scale · dSᵀ Q
 
-Blocks do not see each other, so a block is a task of its own (``gem_attention.chunks``) and the
+Blocks do not see each other, so a block is a task of its own (``chunked.plan``) and the
 cost is linear in length. Rows behind the last sequence have out = 0 and no part in any gradient.
 Computes in fp32, or fp64 for fp64. On a CPU the result has the same bits in every run with the
 same number of threads.
@@ -18,8 +18,8 @@ Source: Meta's GEM kernels article (block attention).
 
 from torch import Tensor
 
-from gem_attention.chunked_softmax import softmax_backward, softmax_forward
-from gem_attention.chunks import plan_blocks
+from gem_attention.chunked.plan import plan_blocks
+from gem_attention.chunked.softmax import softmax_backward, softmax_forward
 
 
 def block_attention_reference(

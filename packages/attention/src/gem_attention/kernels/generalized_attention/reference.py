@@ -13,7 +13,7 @@ The window is that of ``gem_attention.patterns``, the activations and their deri
 ``gem_attention.activations``. A query that sees no key has out = 0 and no part in any gradient;
 likewise rows behind the last sequence.
 
-Sequences are cut into padded chunks (``gem_attention.chunks``). Computes in fp32, or fp64 for
+Sequences are cut into padded chunks (``chunked.plan``). Computes in fp32, or fp64 for
 fp64. On a CPU the result has the same bits in every run with the same number of threads.
 
 Source: Meta's GEM kernels article (GDPA).
@@ -21,9 +21,9 @@ Source: Meta's GEM kernels article (GDPA).
 
 from torch import Tensor
 
-from gem_attention.chunked_activation import activation_backward, activation_forward
-from gem_attention.chunked_softmax import Window
-from gem_attention.chunks import plan_window
+from gem_attention.chunked.activation import activation_backward, activation_forward
+from gem_attention.chunked.plan import plan_window
+from gem_attention.chunked.softmax import Window
 
 
 def generalized_attention_reference(

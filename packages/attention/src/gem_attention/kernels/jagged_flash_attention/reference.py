@@ -12,15 +12,15 @@ The window is that of ``gem_attention.patterns``: query i sees key j where
 i + Lk − Lq − left ≤ j ≤ i + Lk − Lq + right. A query that sees no key has out = 0, lse = −∞ and
 no part in any gradient; likewise rows behind the last sequence.
 
-Sequences are cut into padded chunks (``gem_attention.chunks``): memory is that of one chunk, and
+Sequences are cut into padded chunks (``chunked.plan``): memory is that of one chunk, and
 the cost of a window is linear in length. Computes in fp32, or fp64 for fp64. On a CPU the result
 has the same bits in every run with the same number of threads.
 """
 
 from torch import Tensor
 
-from gem_attention.chunked_softmax import Window, softmax_backward, softmax_forward
-from gem_attention.chunks import plan_window
+from gem_attention.chunked.plan import plan_window
+from gem_attention.chunked.softmax import Window, softmax_backward, softmax_forward
 
 
 def jagged_flash_attention_reference(

@@ -18,9 +18,9 @@ seeds shared by the batch.
 
 from torch import Tensor
 
-from gem_attention.chunked_activation import activation_backward, activation_forward
-from gem_attention.chunked_softmax import softmax_backward, softmax_forward
-from gem_attention.chunks import plan_shared
+from gem_attention.chunked.activation import activation_backward, activation_forward
+from gem_attention.chunked.plan import plan_shared
+from gem_attention.chunked.softmax import softmax_backward, softmax_forward
 
 
 def pooled_attention_reference(

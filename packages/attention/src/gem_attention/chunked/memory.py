@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gem_attention.chunks import Chunk, Rows
+from gem_attention.chunked.plan import Chunk, Rows
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gem_attention.chunk_memory import (
+from gem_attention.chunked.memory import (
     add,
     first_of_group,
     product,
@@ -29,7 +29,7 @@ from gem_attention.chunk_memory import (
     token_rows,
     write,
 )
-from gem_attention.chunks import Chunk
+from gem_attention.chunked.plan import Chunk
 
 Window = tuple[int | None, int | None]
 

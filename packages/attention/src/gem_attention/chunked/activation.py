@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gem_attention.activations import activate, activate_backward
-from gem_attention.chunk_memory import (
+from gem_attention.chunked.memory import (
     add,
     first_of_group,
     product,
@@ -29,8 +29,8 @@ from gem_attention.chunk_memory import (
     token_rows,
     write,
 )
-from gem_attention.chunked_softmax import Window
-from gem_attention.chunks import Chunk
+from gem_attention.chunked.plan import Chunk
+from gem_attention.chunked.softmax import Window
 
 
 def activation_forward(

@@ -11,8 +11,8 @@ one batched product. Both come from host lengths alone: nothing here reads a dev
 - Tasks are sorted by size, so that little of a chunk is padding; only the ragged ends of its
   columns need a mask, and only where a window cuts through a chunk is there a mask of its own.
 
-Private to the reference implementations. Left out: the arithmetic (``chunked_softmax``,
-``chunked_activation``) and the tile lists of GPU kernels.
+Private to the reference implementations. Left out: the arithmetic (``softmax``,
+``activation``) and the tile lists of GPU kernels.
 """
 
 import math

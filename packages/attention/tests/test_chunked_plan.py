@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gem_attention.chunks import plan_blocks, plan_shared, plan_window
+from gem_attention.chunked.plan import plan_blocks, plan_shared, plan_window
 from gem_attention.patterns import block_mask, visible_pairs, window_mask
 
 CPU = torch.device("cpu")
