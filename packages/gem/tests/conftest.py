@@ -11,7 +11,7 @@ from gem.config import RunConfig, parse_recipe
 
 # Loaded once by that server in place of once a rank. Nothing here starts threads.
 multiprocessing.get_context("forkserver").set_forkserver_preload(
-    ["torch", "torch.distributed", "gem.train.checkpoint", "gem.train.step"]
+    ["torch", "torch.distributed", "gem.train.loop"]
 )
 
 TINY = """

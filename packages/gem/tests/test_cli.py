@@ -2,6 +2,7 @@
 
 import io
 import json
+import multiprocessing
 import os
 import re
 import shlex
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -51,10 +53,10 @@ def start(*words: object, **options) -> subprocess.Popen:
     return subprocess.Popen(command, env=env, text=True, **pipes, **options)
 
 
-def wait_for(path: Path, process: subprocess.Popen) -> None:
+def wait_for(path: Path, alive: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
     while not path.exists():
-        assert process.poll() is None, process.communicate()
+        assert alive(), f"ended before {path} came"
         assert time.monotonic() < deadline, f"{path} did not come"
         time.sleep(0.005)
 
@@ -196,16 +198,20 @@ def test_training_again_needs_resume(gem, tiny_file, data):
     assert "examples/s" not in err
 
 
-def test_killed_and_resumed_equals_unbroken(gem, tiny_file, data, tmp_path):
+def test_killed_and_resumed_equals_unbroken(gem, tiny_file, data, tmp_path, monkeypatch):
     train = ("train", tiny_file, "--set", data, "--json")
     _, out, _ = gem(*train, "--out", "whole")
     unbroken = json.loads(out)
     # With a checkpoint after every step it can be killed anywhere, also while writing one.
-    killed = start("gem", *train, "--out", "broken", "--set", "train.checkpoint_every_steps=1")
-    wait_for(tmp_path / "broken" / "checkpoints" / "step-4", killed)
+    words = (*train, "--out", "broken", "--set", "train.checkpoint_every_steps=1")
+    # From the fork server, which has torch loaded; it passes folder and arguments on.
+    monkeypatch.setattr(sys, "argv", ["gem", *map(str, words)])
+    killed = multiprocessing.get_context("forkserver").Process(target=main)
+    killed.start()
+    wait_for(tmp_path / "broken" / "checkpoints" / "step-4", killed.is_alive)
     killed.kill()
-    killed.communicate()
-    assert killed.returncode == -signal.SIGKILL
+    killed.join()
+    assert killed.exitcode == -signal.SIGKILL
     assert not (tmp_path / "broken" / "summary.json").exists()
     code, out, err = gem(*train, "--out", "broken", "--resume")
     assert code == 0, err
@@ -216,11 +222,12 @@ def test_killed_and_resumed_equals_unbroken(gem, tiny_file, data, tmp_path):
 def test_interrupt_ends_after_the_step_and_says_how_to_go_on(gem, tiny_file, data, tmp_path):
     train = ("train", tiny_file, "--set", data, "--json")
     # Long enough that the signal comes before the end on a busy machine, too.
-    train = (*train, "--set", "train.passes=6", "--set", "train.checkpoint_every_steps=5")
-    _, out, _ = gem(*train, "--out", "whole")
+    train = (*train, "--set", "train.passes=4")
+    _, out, _ = gem(*train, "--out", "whole", "--set", "train.checkpoint_every_steps=40")
     unbroken = json.loads(out)
+    train = (*train, "--set", "train.checkpoint_every_steps=5")
     stopped = start("gem", *train, "--out", "stopped")
-    wait_for(tmp_path / "stopped" / "checkpoints" / "step-5", stopped)
+    wait_for(tmp_path / "stopped" / "checkpoints" / "step-5", lambda: stopped.poll() is None)
     stopped.send_signal(signal.SIGINT)
     out, err = stopped.communicate(timeout=60)
     assert (stopped.returncode, out) == (130, ""), err

@@ -305,17 +305,16 @@ def _run() -> None:
 
 def _usage_line(fault: Any) -> str:
     """What is wrong with the words of a command, in the form of all errors."""
-    where = "gem" if fault.ctx is None else fault.ctx.command_path
+    context: Any = fault.ctx
+    where = "gem" if context is None else context.command_path
     name, must = "arguments", "be as the help says"
     got = " ".join(fault.format_message().split()).rstrip(".")
     got, fix = got[:1].lower() + got[1:], f"see {where} --help"
     match type(fault).__name__:
         case "MissingParameter":
             name, must, got = got.split("'")[1], "be given", "nothing"
-        case "NoSuchOption":
-            known = [
-                word for param in fault.ctx.command.get_params(fault.ctx) for word in param.opts
-            ]
+        case "NoSuchOption" if context is not None:
+            known = [word for param in context.command.get_params(context) for word in param.opts]
             known = [word for word in known if word.startswith("--")]
             close = difflib.get_close_matches(fault.option_name, known, n=1, cutoff=0.5)
             name, must, got = "OPTION", f"be one of {', '.join(known)}", fault.option_name

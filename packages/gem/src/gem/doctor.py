@@ -5,6 +5,7 @@ import importlib.util
 import os
 import platform
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,8 @@ def _examine_part(name: str) -> dict[str, str | None]:
     if importlib.util.find_spec(name) is not None:
         try:
             version = importlib.metadata.version(distribution)
+            # A loaded module knows more than its metadata: 2.11.0+cu130 names the build.
+            version = getattr(sys.modules.get(name), "__version__", version)
         except importlib.metadata.PackageNotFoundError:
             # On the path without being installed: the module may still know its version.
             module = importlib.import_module(name)

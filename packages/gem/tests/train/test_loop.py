@@ -299,7 +299,7 @@ def test_a_hundred_users_can_be_learned_by_heart(tiny, data_root, tmp_path):
     settings = [
         *("data.synthetic.users=100", "data.synthetic.rows=300", "data.synthetic.valid_frac=0.0"),
         *("data.synthetic.test_frac=0.0", "model.dropout=0.0", "train.dense.lr=1e-2"),
-        *("train.tables.lr=0.2", "train.passes=30", "train.checkpoint_every_steps=10000"),
+        *("train.tables.lr=0.2", "train.passes=22", "train.checkpoint_every_steps=10000"),
         *("train.log_every_steps=10", "train.window_steps=10", "train.batch_examples=60"),
     ]
     train(tiny(*settings), tmp_path, data_root=data_root)

@@ -12,7 +12,7 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 PLAIN_LINE_EVERY_S = 5.0
@@ -107,14 +107,12 @@ class StepBar:
         if console is not None and console.is_terminal:
             self._progress = Progress(
                 BarColumn(bar_width=_GUTTER - 2),
-                TextColumn("{task.description}", markup=False),
-                TextColumn(" left", style="dim"),
-                TimeRemainingColumn(compact=True),
+                TextColumn("{task.description}", markup=False, table_column=_whole()),
+                TextColumn(" left", style="dim", table_column=_whole()),
+                TimeRemainingColumn(compact=True, table_column=_whole()),
                 console=console,
                 transient=False,
             )
-            for column in self._progress.columns:
-                column.get_table_column().no_wrap = True
             self._task = self._progress.add_task(self._line(), total=steps, completed=done)
 
     def update(self, done: int, **facts: float | None) -> None:
@@ -188,6 +186,10 @@ def results_table(summary: Mapping[str, Any], *, domains: bool = True) -> Table:
                 table.add_row(first, Text(label), f"{values['examples']:,}", *cells)
                 named = True
     return table
+
+
+def _whole() -> Column:
+    return Column(no_wrap=True)
 
 
 def _has_domains(summary: Mapping[str, Any]) -> bool:

@@ -33,7 +33,7 @@ from gem.train.step import Scored, TrainStep
 from gem_opkit.errors import ConfigError, DataError, UnsupportedError, refusal
 from gem_parallel.collectives import all_reduce_sum, barrier
 from gem_parallel.launch import World
-from gem_precision.contract import PrecisionRecipe
+from gem_precision.contract import NumberFormat, PrecisionRecipe
 from gem_precision.layers import apply_recipe
 
 _log = logging.getLogger(__name__)
@@ -318,9 +318,8 @@ def _check_built(config: RunConfig, world: World) -> None:
     if config.parallel is not None:
         check_built(config.parallel.model_dump())
     kinds = config.precision.layer_formats
-    keys = {"default": config.precision.default} | {
-        f"layer_formats.{k}": v for k, v in kinds.items()
-    }
+    keys: dict[str, NumberFormat] = {"default": config.precision.default}
+    keys |= {f"layer_formats.{kind}": wanted for kind, wanted in kinds.items()}
     for key, number_format in keys.items():
         try:
             apply_recipe(PrecisionRecipe(default=number_format), world.device.type)
