@@ -246,7 +246,8 @@ def run_bench(
         )
         rows.append(row)
     if out is not None:
-        write_rows(Path(out) / device_folder(device_name(device), gpus=gpus) / f"{name}.jsonl", rows)
+        folder = Path(out) / device_folder(device_name(device), gpus=gpus)
+        write_rows(folder / f"{name}.jsonl", rows)
     return rows
 
 
