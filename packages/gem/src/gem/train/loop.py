@@ -86,10 +86,12 @@ def _train_steps(run: Run, log: RunLog) -> None:
         f"order on {run.world.size} x {device_name(run.world.device)}"
     )
     tasks = run.reader.schema.labels
-    if len(tasks) > 1 and state.step < run.total_steps:
+    if state.step < run.total_steps:
+        count = len(tasks)
+        loss = "loss" if count == 1 else f"loss, weighted and summed over {count} tasks"
         run.display.stage(
-            f"shown: loss, weighted and summed over {len(tasks)} tasks; NE of {tasks[0]} in the "
-            f"newest {spec.window_steps} steps"
+            f"shown: {loss}; NE of {tasks[0]} in the newest {spec.window_steps} steps, scored "
+            f"before they are trained on (below 1 beats predicting the mean rate)"
         )
     bar = run.display.bar("train", run.total_steps, state.step)
     run.step.model.train()
