@@ -11,7 +11,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from gem_opkit.contract import Contract
-from gem_opkit.errors import ConfigError
+from gem_opkit.errors import ConfigError, UnsupportedError
 
 DenseAxis = Literal["replicate", "shard", "expert"]
 SparseAxis = Literal["table_shard", "table_replicate"]
@@ -132,3 +132,12 @@ class RecomputePolicy(Contract):
     budget_gib: float | None = Field(
         default=None, gt=0, description="memory for kept activations a rank, GiB"
     )
+
+    @model_validator(mode="after")
+    def _is_built(self) -> Self:
+        if self.kind != "none" or self.budget_gib is not None:
+            raise UnsupportedError(
+                f'RecomputePolicy: kind must be "none" without a budget; got {self.kind!r} and '
+                f"budget_gib={self.budget_gib}; recomputation under a budget is not built yet"
+            )
+        return self
