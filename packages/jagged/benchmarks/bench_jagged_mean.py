@@ -3,18 +3,15 @@
 Run ``python packages/jagged/benchmarks/bench_jagged_mean.py`` in the repository's root.
 """
 
-from typing import Any
-
 import torch
-from packed import main, tokens
+from packed import Work, main, rows_of, tokens, wanted
 from torch import Tensor
 
 from gem_jagged.batch import Layout
 from gem_jagged.kernels.jagged_mean.cases import CASES
 from gem_jagged.kernels.jagged_mean.cost import jagged_mean_backward_cost, jagged_mean_cost
 from gem_jagged.ops import jagged_mean
-from gem_opkit.bench import BenchCase, backward_of
-from gem_opkit.budget import check_budget, run_with_gradients
+from gem_opkit.bench import BenchCase
 
 
 def loop(values: Tensor, layout: Layout) -> Tensor:
@@ -28,54 +25,29 @@ def segments(values: Tensor, layout: Layout) -> Tensor:
     )
 
 
-def within_budget(inputs: tuple[Tensor, Layout]) -> None:
-    """Hold outputs and gradients to the error budget, with the loop as the honest reference."""
-    values, layout = inputs
-    exact = run_with_gradients(loop, (values.detach().double().requires_grad_(), layout))
-    kernel, low = (run_with_gradients(fn, inputs) for fn in (jagged_mean, loop))
-    for part in ("outputs", "gradients"):
-        triples: Any = zip(*(getattr(run, part) for run in (kernel, low, exact)), strict=True)
-        for a, b, c in triples:
-            check_budget(a, b, c, what=part)
-
-
 def make_cases(device: str) -> list[BenchCase]:
     rows = []
     for case in CASES:
-        if case.device != device.split(":")[0] or case.total_tokens < 1000:
+        if not wanted(case, device):
             continue
-        inputs = tokens(case.lengths, case.width, device)
-        values, layout = inputs
+        values, layout = tokens(case.lengths, case.width, device)
         size = {
             "batch": layout.batch,
             "total_tokens": layout.total_tokens,
             "width": case.width,
             "element_bytes": values.element_size(),
         }
-        passes = {
-            "forward": (
-                lambda i=inputs: jagged_mean(*i),
-                {"loop": lambda i=inputs: loop(*i), "segments": lambda i=inputs: segments(*i)},
-                jagged_mean_cost(**size),
-            ),
-            "backward": (
-                backward_of(jagged_mean, inputs),
-                {"loop": backward_of(loop, inputs), "segments": backward_of(segments, inputs)},
-                jagged_mean_backward_cost(**size),
-            ),
-        }
-        for which, (run, peers, cost) in passes.items():
-            rows.append(
-                BenchCase(
-                    name=f"{case.name}_{which}",
-                    run=run,
-                    check=lambda i=inputs: within_budget(i),
-                    cost=cost,
-                    shapes={"lengths": case.lengths, "width": case.width},
-                    dtype=str(values.dtype).removeprefix("torch."),
-                    peers=peers,
-                )
-            )
+        work = Work(
+            case,
+            jagged_mean,
+            (values, layout),
+            jagged_mean_cost(**size),
+            jagged_mean_backward_cost(**size),
+            loop,
+            {"segments": segments},
+            moves=False,
+        )
+        rows += rows_of(work)
     return rows
 
 

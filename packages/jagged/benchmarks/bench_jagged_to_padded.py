@@ -1,11 +1,11 @@
-"""Time ``jagged_to_padded`` against nested tensors and against a loop over the sequences.
+"""Time ``jagged_to_padded`` against nested tensors, a loop and torch's index operations.
 
 Run ``python packages/jagged/benchmarks/bench_jagged_to_padded.py`` in the repository's root.
 """
 
 import torch
 import torch.nn.functional as F
-from packed import equals, main, tokens
+from packed import Work, main, rows_of, tokens, wanted
 from torch import Tensor
 
 from gem_jagged.batch import Layout
@@ -15,7 +15,7 @@ from gem_jagged.kernels.jagged_to_padded.cost import (
     jagged_to_padded_cost,
 )
 from gem_jagged.ops import jagged_to_padded
-from gem_opkit.bench import BenchCase, backward_of
+from gem_opkit.bench import BenchCase
 
 
 def loop(values: Tensor, layout: Layout) -> Tensor:
@@ -33,52 +33,26 @@ def nested(values: Tensor, layout: Layout) -> Tensor:
 def make_cases(device: str) -> list[BenchCase]:
     rows = []
     for case in CASES:
-        if case.device != device.split(":")[0] or case.total_tokens < 1000:
+        if not wanted(case, device):
             continue
-        inputs = tokens(case.lengths, case.width, device)
-        values, layout = inputs
+        values, layout = tokens(case.lengths, case.width, device)
         size = {
             "batch": layout.batch,
             "total_tokens": layout.total_tokens,
-            "length": layout.max_length,
             "width": case.width,
             "element_bytes": values.element_size(),
         }
-        shapes = {"lengths": case.lengths, "width": case.width}
-        with torch.no_grad():
-            forward_of_peer = loop(*inputs)
-        rows.append(
-            BenchCase(
-                name=f"{case.name}_forward",
-                run=lambda inputs=inputs: jagged_to_padded(*inputs),
-                check=equals(
-                    lambda inputs=inputs: jagged_to_padded(*inputs),
-                    lambda padded=forward_of_peer: padded,
-                ),
-                cost=jagged_to_padded_cost(**size),
-                shapes=shapes,
-                dtype=str(values.dtype).removeprefix("torch."),
-                peers={
-                    "loop": lambda inputs=inputs: loop(*inputs),
-                    "nested_to_padded": lambda inputs=inputs: nested(*inputs),
-                },
-            )
+        size["length"] = layout.max_length
+        work = Work(
+            case,
+            jagged_to_padded,
+            (values, layout),
+            jagged_to_padded_cost(**size),
+            jagged_to_padded_backward_cost(**size),
+            loop,
+            {"nested_to_padded": nested},
         )
-        backward, backward_loop = backward_of(jagged_to_padded, inputs), backward_of(loop, inputs)
-        rows.append(
-            BenchCase(
-                name=f"{case.name}_backward",
-                run=backward,
-                check=equals(backward, backward_loop),
-                cost=jagged_to_padded_backward_cost(**size),
-                shapes=shapes,
-                dtype=str(values.dtype).removeprefix("torch."),
-                peers={
-                    "loop": backward_loop,
-                    "nested_to_padded": backward_of(nested, inputs),
-                },
-            )
-        )
+        rows += rows_of(work)
     return rows
 
 

@@ -1,10 +1,10 @@
-"""Time ``padded_to_jagged`` against a boolean mask and against a loop over the sequences.
+"""Time ``padded_to_jagged`` against a boolean mask, a loop and torch's index operations.
 
 Run ``python packages/jagged/benchmarks/bench_padded_to_jagged.py`` in the repository's root.
 """
 
 import torch
-from packed import dtype_for, equals, main
+from packed import Work, dtype_for, main, rows_of, wanted
 from torch import Tensor
 
 from gem_jagged.batch import Layout
@@ -14,7 +14,7 @@ from gem_jagged.kernels.padded_to_jagged.cost import (
     padded_to_jagged_cost,
 )
 from gem_jagged.ops import padded_to_jagged
-from gem_opkit.bench import BenchCase, backward_of
+from gem_opkit.bench import BenchCase
 
 
 def loop(padded: Tensor, layout: Layout) -> Tensor:
@@ -29,45 +29,26 @@ def masked(padded: Tensor, layout: Layout) -> Tensor:
 def make_cases(device: str) -> list[BenchCase]:
     rows = []
     for case in CASES:
-        if case.device != device.split(":")[0] or case.total_tokens < 1000:
+        if not wanted(case, device):
             continue
         layout = Layout.from_lengths(case.lengths, device=device)
         shape = (layout.batch, layout.max_length, case.width)
         padded = torch.randn(shape, device=device, dtype=dtype_for(device)).requires_grad_()
-        inputs = (padded, layout)
         size = {
             "total_tokens": layout.total_tokens,
             "width": case.width,
             "element_bytes": padded.element_size(),
         }
-        backward_size = {**size, "batch": layout.batch, "length": layout.max_length}
-        passes = {
-            "forward": (
-                lambda inputs=inputs: padded_to_jagged(*inputs),
-                {
-                    "loop": lambda inputs=inputs: loop(*inputs),
-                    "mask": lambda inputs=inputs: masked(*inputs),
-                },
-                padded_to_jagged_cost(**size),
-            ),
-            "backward": (
-                backward_of(padded_to_jagged, inputs),
-                {"loop": backward_of(loop, inputs), "mask": backward_of(masked, inputs)},
-                padded_to_jagged_backward_cost(**backward_size),
-            ),
-        }
-        for which, (run, peers, cost) in passes.items():
-            rows.append(
-                BenchCase(
-                    name=f"{case.name}_{which}",
-                    run=run,
-                    check=equals(run, peers["loop"]),
-                    cost=cost,
-                    shapes={"lengths": case.lengths, "width": case.width},
-                    dtype=str(padded.dtype).removeprefix("torch."),
-                    peers=peers,
-                )
-            )
+        work = Work(
+            case,
+            padded_to_jagged,
+            (padded, layout),
+            padded_to_jagged_cost(**size),
+            padded_to_jagged_backward_cost(**size, batch=layout.batch, length=layout.max_length),
+            loop,
+            {"mask": masked},
+        )
+        rows += rows_of(work)
     return rows
 
 

@@ -1,8 +1,10 @@
-"""What the benchmarks of this folder share: the command line, inputs, and the gate."""
+"""What the benchmarks of this folder share: command line, inputs, gates, and the rows of a case."""
 
 import argparse
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,12 @@ import torch
 from torch import Tensor
 
 from gem_jagged.batch import Layout
+from gem_jagged.workloads import PackedCase
 from gem_opkit.bench import BenchCase, run_bench
+from gem_opkit.budget import check_budget, fresh, tensors_in
+from gem_opkit.cost import Cost
+
+Call = Callable[..., Any]
 
 
 def main(name: str, make_cases: Callable[[str], list[BenchCase]]) -> None:
@@ -38,7 +45,126 @@ def tokens(lengths: Sequence[int], width: int, device: str) -> tuple[Tensor, Lay
     return values.requires_grad_(), layout
 
 
-def equals(run: Callable[[], Any], oracle: Callable[[], Any]) -> Callable[[], None]:
+@dataclass(frozen=True)
+class Work:
+    """One operator on one case, forward and backward.
+
+    Attributes:
+        case: where it is from; gives the rows their names.
+        fn: the operator, called with ``*inputs`` and ``impl``.
+        inputs: positional arguments.
+        cost: of the forward.
+        backward_cost: of the backward.
+        loop: the same work in plain torch, one sequence after the other.
+        peers: further ways to do it, by name.
+        moves: whether every bit must be that of the peer; else the error budget decides.
+        sizes: what a reader needs besides the lengths.
+        suffix: put behind the name of the case.
+    """
+
+    case: PackedCase
+    fn: Call
+    inputs: tuple[Any, ...]
+    cost: Cost
+    backward_cost: Cost
+    loop: Call
+    peers: Mapping[str, Call] = field(default_factory=dict)
+    moves: bool = True
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+    suffix: str = ""
+
+
+def wanted(case: PackedCase, device: str) -> bool:
+    """Tell whether a case is timed on a device: not the edges, which are for tests."""
+    return case.device == device.split(":")[0] and case.total_tokens >= 1000
+
+
+def rows_of(work: Work) -> list[BenchCase]:
+    """Make the rows of forward and backward.
+
+    A loop over more sequences than a few thousand would time Python, so those cases have torch's
+    index operations as their only peer. Both are replayed from a CUDA graph there, because a
+    narrow batch moves in less time than a call takes to be launched.
+    """
+    tensors = [x for x in work.inputs if isinstance(x, Tensor) and x.requires_grad]
+    is_graph = work.case.name.startswith("zipf")
+    index: Call = partial(work.fn, impl="reference")
+    peers = {"torch_index": index} if is_graph else {"loop": work.loop, **work.peers}
+    oracle = index if is_graph else work.loop
+    rows = []
+    for which, cost in (("forward", work.cost), ("backward", work.backward_cost)):
+        timed = {}
+        for who, call in {"": work.fn, **peers}.items():
+            make = _forward_of if which == "forward" else _backward_of
+            timed[who] = _replayed(make, call, work.inputs) if is_graph else make(call, work.inputs)
+        run = timed.pop("")
+        if work.moves:
+            check = equals(run, lambda: oracle(*work.inputs))
+            if which == "backward":
+                check = equals(run, lambda: _backward_of(oracle, work.inputs)())
+        else:
+            check = within_budget(work.fn, oracle, work.inputs)
+        rows.append(
+            BenchCase(
+                name=f"{work.case.name}{work.suffix}_{which}",
+                run=run,
+                check=check,
+                cost=cost,
+                shapes={
+                    "sequences": len(work.case.lengths),
+                    "total_tokens": work.case.total_tokens,
+                    "max_length": max(work.case.lengths),
+                    "width": work.case.width,
+                    **work.sizes,
+                    "timed": "graph replay" if is_graph else "call",
+                },
+                dtype=str(tensors[0].dtype).removeprefix("torch."),
+                peers=timed,
+            )
+        )
+    return rows
+
+
+def _forward_of(fn: Call, inputs: Sequence[Any]) -> Call:
+    return lambda: fn(*inputs)
+
+
+def _backward_of(fn: Call, inputs: Sequence[Any]) -> Call:
+    """Run forward once; return a call of its backward alone."""
+    leaves = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
+    roots = list(tensors_in(fn(*inputs)))
+    upstream = [_upstream(root) for root in roots]
+    return lambda: torch.autograd.grad(roots, leaves, upstream, retain_graph=True)
+
+
+def _upstream(root: Tensor) -> Tensor:
+    # Drawn on the device: a billion numbers drawn on the host would take longer than all timing.
+    generator = torch.Generator(root.device).manual_seed(0)
+    values = torch.randn(root.shape, generator=generator, device=root.device, dtype=torch.bfloat16)
+    return values.to(root.dtype)
+
+
+def _replayed(make: Call, fn: Call, inputs: Sequence[Any]) -> Call:
+    """Capture a call in a CUDA graph; backward runs on the stream of its forward."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run = make(fn, inputs)
+        run()  # compiles
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            result = run()
+    torch.cuda.synchronize()
+
+    def replay() -> Any:
+        graph.replay()
+        return result
+
+    return replay
+
+
+def equals(run: Call, oracle: Call) -> Callable[[], None]:
     """Make the gate of an operator that moves values: every bit as the peer has it."""
 
     def check() -> None:
@@ -47,5 +173,20 @@ def equals(run: Callable[[], Any], oracle: Callable[[], Any]) -> Callable[[], No
         for index, (a, b) in enumerate(pairs):
             if not torch.equal(a, b):
                 raise ValueError(f"result {index} differs from that of the peer")
+
+    return check
+
+
+def within_budget(fn: Call, oracle: Call, inputs: Sequence[Any]) -> Callable[[], None]:
+    """Make the gate of an operator that computes: the error budget, for outputs and gradients."""
+
+    def results(call: Call, given: Sequence[Any]) -> list[Tensor]:
+        return [x.detach() for x in (*tensors_in(call(*given)), *_backward_of(call, given)())]
+
+    def check() -> None:
+        exact = results(oracle, fresh(inputs, dtype=torch.float64))
+        triples = zip(results(fn, inputs), results(oracle, inputs), exact, strict=True)
+        for index, (kernel, low, right) in enumerate(triples):
+            check_budget(kernel, low, right, what=f"result {index}", noise_scale=4.0)
 
     return check

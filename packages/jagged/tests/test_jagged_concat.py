@@ -10,6 +10,8 @@ from gem_opkit.errors import DeviceError, DtypeError, ShapeError, UnsupportedErr
 from gem_opkit.testing import (
     check_alone_equals_in_batch,
     check_compiles_whole,
+    check_interpreted_kernel,
+    check_kernel_on_gpu,
     check_ragged_edges,
     check_reference_gradients,
     check_refuses,
@@ -28,8 +30,8 @@ def inputs(left_lengths, right_lengths, *, width=3, offsets=torch.int64):
     return left, left_layout, right, right_layout, concat_layouts(left_layout, right_layout)
 
 
-def concat(left_TD, left_layout, right_SD, right_layout, layout):
-    return jagged_concat(left_TD, left_layout, right_SD, right_layout, layout=layout)[0]
+def concat(left_TD, left_layout, right_SD, right_layout, layout, **more):
+    return jagged_concat(left_TD, left_layout, right_SD, right_layout, layout=layout, **more)[0]
 
 
 def oracle(left_TD, left_layout, right_SD, right_layout, layout):
@@ -69,6 +71,16 @@ def test_compiles_whole():
             inputs((9, 4, 1, 1), (3, 3, 5, 6)),
         ],
     )
+
+
+@pytest.mark.interpreter
+def test_interpreted_kernel():
+    check_interpreted_kernel(concat, oracle, inputs((3, 0, 67, 1), (1, 2, 0, 30), width=24))
+
+
+@pytest.mark.gpu
+def test_kernel_on_gpu():
+    check_kernel_on_gpu(concat, oracle, inputs((3, 0, 670, 1), (130, 2, 0, 30), width=96))
 
 
 @pytest.mark.parametrize("other", ["reversed", "none", "summary"])
@@ -160,9 +172,9 @@ def test_refuses():
                 "right_layout.offsets_O must be on cpu",
             ),
             (
-                lambda: jagged_concat(left, left_layout, right, right_layout, impl="triton"),
+                lambda: jagged_concat(left, left_layout, right, right_layout, impl="fast"),
                 UnsupportedError,
-                'use impl="reference"',
+                "impl must be one of",
             ),
         ]
     )

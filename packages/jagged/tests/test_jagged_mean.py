@@ -10,6 +10,8 @@ from gem_opkit.testing import (
     check_alone_equals_in_batch,
     check_budget,
     check_compiles_whole,
+    check_interpreted_kernel,
+    check_kernel_on_gpu,
     check_ragged_edges,
     check_reference_gradients,
     check_refuses,
@@ -57,6 +59,16 @@ def test_registration():
 
 def test_compiles_whole():
     check_compiles_whole(jagged_mean, [inputs((3, 0, 5)), inputs((2, 7, 2)), inputs((9, 4, 1, 1))])
+
+
+@pytest.mark.interpreter
+def test_interpreted_kernel():
+    check_interpreted_kernel(jagged_mean, oracle, inputs((3, 0, 67, 1, 600), width=24))
+
+
+@pytest.mark.gpu
+def test_kernel_on_gpu():
+    check_kernel_on_gpu(jagged_mean, oracle, inputs((3, 0, 6700, 1, 130), width=96))
 
 
 def test_ragged_edges():

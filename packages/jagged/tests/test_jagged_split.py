@@ -10,6 +10,8 @@ from gem_opkit.errors import DeviceError, ShapeError, UnsupportedError
 from gem_opkit.testing import (
     check_alone_equals_in_batch,
     check_compiles_whole,
+    check_interpreted_kernel,
+    check_kernel_on_gpu,
     check_ragged_edges,
     check_reference_gradients,
     check_refuses,
@@ -65,6 +67,16 @@ def test_compiles_whole():
             inputs((9, 4, 1, 1), (3, 3, 5, 6)),
         ],
     )
+
+
+@pytest.mark.interpreter
+def test_interpreted_kernel():
+    check_interpreted_kernel(jagged_split, oracle, inputs((3, 0, 67, 1), (1, 2, 0, 30), width=24))
+
+
+@pytest.mark.gpu
+def test_kernel_on_gpu():
+    check_kernel_on_gpu(jagged_split, oracle, inputs((3, 0, 670, 1), (130, 2, 0, 30), width=96))
 
 
 @pytest.mark.parametrize("other", ["reversed", "none", "summary"])
@@ -129,9 +141,9 @@ def test_refuses():
                 "right_layout.offsets_O must be on cpu",
             ),
             (
-                lambda: jagged_split(values, left, right, impl="triton"),
+                lambda: jagged_split(values, left, right, impl="fast"),
                 UnsupportedError,
-                'use impl="reference"',
+                "impl must be one of",
             ),
         ]
     )

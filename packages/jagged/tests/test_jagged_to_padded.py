@@ -13,6 +13,8 @@ from gem_opkit.errors import DeviceError, DtypeError, ShapeError, UnsupportedErr
 from gem_opkit.testing import (
     check_alone_equals_in_batch,
     check_compiles_whole,
+    check_interpreted_kernel,
+    check_kernel_on_gpu,
     check_ragged_edges,
     check_reference_gradients,
     check_refuses,
@@ -42,7 +44,7 @@ def oracle(values_TD, layout, *, length=None, fill=0.0, align="left"):
 
 
 def variant(fn, **options):
-    return lambda values_TD, layout: fn(values_TD, layout, **options)
+    return lambda values_TD, layout, **more: fn(values_TD, layout, **options, **more)
 
 
 VARIANTS = [
@@ -85,6 +87,26 @@ def test_compiles_whole(options):
         variant(jagged_to_padded, **options),
         [inputs((3, 0, 5)), inputs((2, 7, 2)), inputs((9, 4, 1, 1))],
     )
+
+
+@pytest.mark.interpreter
+def test_interpreted_kernel():
+    for options in VARIANTS[:4]:
+        check_interpreted_kernel(
+            variant(jagged_to_padded, **options),
+            variant(oracle, **options),
+            inputs((3, 0, 67, 1), width=24),
+        )
+
+
+@pytest.mark.gpu
+def test_kernel_on_gpu():
+    for options in VARIANTS[:4]:
+        check_kernel_on_gpu(
+            variant(jagged_to_padded, **options),
+            variant(oracle, **options),
+            inputs((3, 0, 670, 1, 130), width=96),
+        )
 
 
 @pytest.mark.parametrize("options", VARIANTS[:4])
@@ -154,16 +176,16 @@ def test_refuses():
                 "align must .* 'top'",
             ),
             (
-                lambda: jagged_to_padded(values, layout, impl="triton"),
+                lambda: jagged_to_padded(values, layout, impl="fast"),
                 UnsupportedError,
-                'use impl="reference"',
+                "impl must be one of",
             ),
             (
                 lambda: torch.ops.gem_jagged.jagged_to_padded(
-                    values, layout.offsets_O, 4, 6, 0.0, "left", "triton"
+                    values, layout.offsets_O, 4, 6, 0.0, "left", "fast"
                 ),
                 UnsupportedError,
-                'use impl="reference"',
+                "impl must be one of",
             ),
         ]
     )

@@ -16,6 +16,8 @@ from gem_opkit.errors import DeviceError, ShapeError, UnsupportedError
 from gem_opkit.testing import (
     check_alone_equals_in_batch,
     check_compiles_whole,
+    check_interpreted_kernel,
+    check_kernel_on_gpu,
     check_ragged_edges,
     check_reference_gradients,
     check_refuses,
@@ -41,7 +43,7 @@ def oracle(padded_BND, layout, *, align="left"):
 
 
 def variant(fn, align):
-    return lambda padded_BND, layout: fn(padded_BND, layout, align=align)
+    return lambda padded_BND, layout, **more: fn(padded_BND, layout, align=align, **more)
 
 
 @pytest.mark.parametrize("align", ["left", "right"])
@@ -78,6 +80,26 @@ def test_compiles_whole(align):
         variant(padded_to_jagged, align),
         [inputs((3, 0, 5)), inputs((2, 7, 2), spare=1), inputs((9, 4, 1, 1))],
     )
+
+
+@pytest.mark.interpreter
+def test_interpreted_kernel():
+    for align in ("left", "right"):
+        check_interpreted_kernel(
+            variant(padded_to_jagged, align),
+            variant(oracle, align),
+            inputs((3, 0, 67, 1), width=24, spare=2),
+        )
+
+
+@pytest.mark.gpu
+def test_kernel_on_gpu():
+    for align in ("left", "right"):
+        check_kernel_on_gpu(
+            variant(padded_to_jagged, align),
+            variant(oracle, align),
+            inputs((3, 0, 670, 1, 130), width=96, spare=2),
+        )
 
 
 @pytest.mark.parametrize("align", ["left", "right"])
@@ -121,9 +143,9 @@ def test_refuses():
                 "align must .* 'top'",
             ),
             (
-                lambda: padded_to_jagged(padded, layout, impl="triton"),
+                lambda: padded_to_jagged(padded, layout, impl="fast"),
                 UnsupportedError,
-                'use impl="reference"',
+                "impl must be one of",
             ),
         ]
     )

@@ -224,6 +224,48 @@ def check_align(op: str, align: str) -> None:
         )
 
 
+def check_floating(op: str, tensor: Tensor, *, name: str) -> None:
+    """Refuse a dtype that is not floating point."""
+    if not tensor.dtype.is_floating_point:
+        raise DtypeError(
+            refusal(
+                op,
+                name,
+                must="be floating point",
+                got=tensor.dtype,
+                fix="convert the values first",
+            )
+        )
+
+
+def check_same_dtype(op: str, tensor: Tensor, like: Tensor, *, name: str, like_name: str) -> None:
+    """Refuse another dtype than that of a second tensor."""
+    if tensor.dtype != like.dtype:
+        raise DtypeError(
+            refusal(
+                op,
+                name,
+                must=f"be {like.dtype} like {like_name}",
+                got=tensor.dtype,
+                fix="convert one of them",
+            )
+        )
+
+
+def check_same_device(op: str, tensor: Tensor, like: Tensor, *, name: str, like_name: str) -> None:
+    """Refuse another device than that of a second tensor."""
+    if tensor.device != like.device:
+        raise DeviceError(
+            refusal(
+                op,
+                name,
+                must=f"be on {like.device} like {like_name}",
+                got=tensor.device,
+                fix="move it",
+            )
+        )
+
+
 def fill_for(op: str, fill: float, dtype: torch.dtype) -> float:
     """Return ``fill`` as the float that an operator's schema takes; refuse what would change."""
     if dtype.is_floating_point or dtype.is_complex:

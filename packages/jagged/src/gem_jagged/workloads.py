@@ -59,6 +59,24 @@ def uniform_lengths(batch: int, max_length: int, *, fill: float, seed: int = 0) 
     )
 
 
+def zipf_lengths(
+    batch: int, max_length: int, *, alpha: float = 1.2, seed: int = 0
+) -> tuple[int, ...]:
+    """Draw lengths by Zipf's law: many short sequences, a few very long ones.
+
+    Args:
+        batch: number of sequences.
+        max_length: longest length in tokens.
+        alpha: exponent; a length n is drawn with a chance proportional to n^-alpha.
+        seed: of the draw.
+
+    Returns:
+        lengths in [1, max_length].
+    """
+    weights = [n**-alpha for n in range(1, max_length + 1)]
+    return tuple(random.Random(seed).choices(range(1, max_length + 1), weights, k=batch))
+
+
 # Small enough for tests, and what breaks kernels: empty sequences, one token, a giant among
 # dwarfs, widths that are not powers of two.
 EDGES: tuple[PackedCase, ...] = (
@@ -76,4 +94,12 @@ HISTORIES: tuple[PackedCase, ...] = (
     PackedCase("history_100_wide", uniform_lengths(512, 100, fill=0.7), 64),
     PackedCase("events_2048", uniform_lengths(1152, 2048, fill=0.5), 256, "cuda"),
     PackedCase("events_512", uniform_lengths(1152, 512, fill=0.5), 512, "cuda"),
+)
+
+# One history among thousands of short ones, in widths from an id to a wide token.
+ZIPF: tuple[PackedCase, ...] = (
+    PackedCase("zipf_1", zipf_lengths(262144, 4096), 1, "cuda"),
+    PackedCase("zipf_64", zipf_lengths(4096, 4096), 64, "cuda"),
+    PackedCase("zipf_128", zipf_lengths(2048, 4096), 128, "cuda"),
+    PackedCase("zipf_512", zipf_lengths(1024, 4096), 512, "cuda"),
 )

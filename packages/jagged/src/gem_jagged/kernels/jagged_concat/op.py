@@ -18,14 +18,17 @@ from gem_opkit.errors import DtypeError, ShapeError, refusal
 from gem_opkit.impl import Impl, resolve_impl
 
 _NAME = "jagged_concat"
-_HAS_TRITON = False
+_HAS_TRITON = True
 
 
 @torch.library.custom_op("gem_jagged::jagged_concat", mutates_args=())
 def _forward(
     left_TD: Tensor, left_offsets_O: Tensor, right_SD: Tensor, right_offsets_O: Tensor, impl: str
 ) -> Tensor:
-    resolve_impl(impl, left_TD.device, _NAME, has_triton=_HAS_TRITON)
+    if resolve_impl(impl, left_TD.device, _NAME, has_triton=_HAS_TRITON) == "triton":
+        from gem_jagged.kernels.jagged_concat.kernel import launch_forward
+
+        return launch_forward(left_TD, left_offsets_O, right_SD, right_offsets_O)
     return jagged_concat_reference(left_TD, left_offsets_O, right_SD, right_offsets_O)
 
 
@@ -40,7 +43,10 @@ def _(
 def _backward(
     grad_TD: Tensor, left_offsets_O: Tensor, right_offsets_O: Tensor, left_tokens: int, impl: str
 ) -> tuple[Tensor, Tensor]:
-    resolve_impl(impl, grad_TD.device, _NAME, has_triton=_HAS_TRITON)
+    if resolve_impl(impl, grad_TD.device, _NAME, has_triton=_HAS_TRITON) == "triton":
+        from gem_jagged.kernels.jagged_concat.kernel import launch_backward
+
+        return launch_backward(grad_TD, left_offsets_O, right_offsets_O, left_tokens)
     return jagged_concat_backward_reference(grad_TD, left_offsets_O, right_offsets_O, left_tokens)
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gem_jagged.batch import Layout
-from gem_jagged.checks import check_layout, merge_trailing, split_trailing
+from gem_jagged.checks import check_floating, check_layout, merge_trailing, split_trailing
 from gem_jagged.kernels.jagged_mean.cost import jagged_mean_backward_cost, jagged_mean_cost
 from gem_jagged.kernels.jagged_mean.reference import (
     jagged_mean_backward_reference,
@@ -14,16 +14,18 @@ from gem_jagged.kernels.jagged_mean.reference import (
 )
 from gem_opkit.cost import Cost, register_flops
 from gem_opkit.dims import check_shapes
-from gem_opkit.errors import DtypeError, refusal
 from gem_opkit.impl import Impl, resolve_impl
 
 _NAME = "jagged_mean"
-_HAS_TRITON = False
+_HAS_TRITON = True
 
 
 @torch.library.custom_op("gem_jagged::jagged_mean", mutates_args=())
 def _forward(values_TD: Tensor, offsets_O: Tensor, impl: str) -> Tensor:
-    resolve_impl(impl, values_TD.device, _NAME, has_triton=_HAS_TRITON)
+    if resolve_impl(impl, values_TD.device, _NAME, has_triton=_HAS_TRITON) == "triton":
+        from gem_jagged.kernels.jagged_mean.kernel import launch_forward
+
+        return launch_forward(values_TD, offsets_O)
     return jagged_mean_reference(values_TD, offsets_O)
 
 
@@ -34,7 +36,10 @@ def _(values_TD: Tensor, offsets_O: Tensor, impl: str) -> Tensor:
 
 @torch.library.custom_op("gem_jagged::jagged_mean_backward", mutates_args=())
 def _backward(grad_BD: Tensor, offsets_O: Tensor, total_tokens: int, impl: str) -> Tensor:
-    resolve_impl(impl, grad_BD.device, _NAME, has_triton=_HAS_TRITON)
+    if resolve_impl(impl, grad_BD.device, _NAME, has_triton=_HAS_TRITON) == "triton":
+        from gem_jagged.kernels.jagged_mean.kernel import launch_backward
+
+        return launch_backward(grad_BD, offsets_O, total_tokens)
     return jagged_mean_backward_reference(grad_BD, offsets_O, total_tokens)
 
 
@@ -102,24 +107,15 @@ def jagged_mean(values_TD: Tensor, layout: Layout, *, impl: Impl = "auto") -> Te
         DeviceError: offsets on another device than the values.
         UnsupportedError: an ``impl`` that cannot run here.
 
-    Numerics: sums in fp32 (fp64 for fp64), one token after the other on a CPU; on CUDA the
-        reference adds in no fixed order.
+    Numerics: sums in fp32 (fp64 for fp64) in a fixed order that depends on the place in the
+        sequence alone; only the reference on CUDA adds in no fixed order.
     Cost: (T+B)·D FLOPs; reads T·D elements and writes B·D.
     Source: mean pooling.
     """
     rows_TD = merge_trailing(_NAME, values_TD, name="values_TD", leading=1)
     check_shapes(_NAME, values_TD=rows_TD, offsets_O=layout.offsets_O)
     check_layout(_NAME, rows_TD, layout, name="values_TD", layout_name="layout")
-    if not values_TD.dtype.is_floating_point:
-        raise DtypeError(
-            refusal(
-                _NAME,
-                "values_TD",
-                must="be floating point",
-                got=values_TD.dtype,
-                fix="convert the values first",
-            )
-        )
+    check_floating(_NAME, values_TD, name="values_TD")
     chosen = resolve_impl(impl, rows_TD.device, _NAME, has_triton=_HAS_TRITON)
     mean_BD = torch.ops.gem_jagged.jagged_mean(rows_TD, layout.offsets_O, chosen)
     return split_trailing(mean_BD, values_TD, leading=1)

@@ -18,14 +18,17 @@ from gem_opkit.errors import ShapeError
 from gem_opkit.impl import Impl, resolve_impl
 
 _NAME = "jagged_split"
-_HAS_TRITON = False
+_HAS_TRITON = True
 
 
 @torch.library.custom_op("gem_jagged::jagged_split", mutates_args=())
 def _forward(
     values_TD: Tensor, left_offsets_O: Tensor, right_offsets_O: Tensor, left_tokens: int, impl: str
 ) -> tuple[Tensor, Tensor]:
-    resolve_impl(impl, values_TD.device, _NAME, has_triton=_HAS_TRITON)
+    if resolve_impl(impl, values_TD.device, _NAME, has_triton=_HAS_TRITON) == "triton":
+        from gem_jagged.kernels.jagged_split.kernel import launch_forward
+
+        return launch_forward(values_TD, left_offsets_O, right_offsets_O, left_tokens)
     return jagged_split_reference(values_TD, left_offsets_O, right_offsets_O, left_tokens)
 
 
@@ -48,7 +51,10 @@ def _backward(
     right_offsets_O: Tensor,
     impl: str,
 ) -> Tensor:
-    resolve_impl(impl, grad_left_TD.device, _NAME, has_triton=_HAS_TRITON)
+    if resolve_impl(impl, grad_left_TD.device, _NAME, has_triton=_HAS_TRITON) == "triton":
+        from gem_jagged.kernels.jagged_split.kernel import launch_backward
+
+        return launch_backward(grad_left_TD, grad_right_SD, left_offsets_O, right_offsets_O)
     return jagged_split_backward_reference(
         grad_left_TD, grad_right_SD, left_offsets_O, right_offsets_O
     )

@@ -21,7 +21,13 @@ from gem_opkit.errors import ShapeError, refusal
 from gem_opkit.impl import Impl, resolve_impl
 
 _NAME = "jagged_to_padded"
-_HAS_TRITON = False
+_HAS_TRITON = True
+
+
+def _choose(impl: str, values_TD: Tensor) -> str:
+    # A fill of 16 bytes is no single word of a kernel; the reference pads complex128.
+    has_triton = _HAS_TRITON and values_TD.dtype.itemsize <= 8
+    return resolve_impl(impl, values_TD.device, _NAME, has_triton=has_triton)
 
 
 @torch.library.custom_op("gem_jagged::jagged_to_padded", mutates_args=())
@@ -34,7 +40,10 @@ def _forward(
     align: str,
     impl: str,
 ) -> Tensor:
-    resolve_impl(impl, values_TD.device, _NAME, has_triton=_HAS_TRITON)
+    if _choose(impl, values_TD) == "triton":
+        from gem_jagged.kernels.jagged_to_padded.kernel import launch_forward
+
+        return launch_forward(values_TD, offsets_O, length, fill, align)
     return jagged_to_padded_reference(values_TD, offsets_O, length, max_length, fill, align)
 
 
@@ -60,7 +69,10 @@ def _backward(
     align: str,
     impl: str,
 ) -> Tensor:
-    resolve_impl(impl, grad_BND.device, _NAME, has_triton=_HAS_TRITON)
+    if _choose(impl, grad_BND) == "triton":
+        from gem_jagged.kernels.jagged_to_padded.kernel import launch_backward
+
+        return launch_backward(grad_BND, offsets_O, total_tokens, align)
     return jagged_to_padded_backward_reference(grad_BND, offsets_O, total_tokens, max_length, align)
 
 
@@ -138,7 +150,8 @@ def jagged_to_padded(
             tokens are kept with ``align="left"``, the last N with ``"right"``.
         fill: value of the slots without a token; a number that the dtype can hold.
         align: the side of the row on which the tokens stand.
-        impl: who computes it; see ``gem_opkit.impl``.
+        impl: who computes it; see ``gem_opkit.impl``. ``"auto"`` takes the reference for
+            complex128.
 
     Returns:
         padded_BND in the dtype of the values; (B, N) or (B, N, H, K) for the other two forms.
@@ -163,7 +176,7 @@ def jagged_to_padded(
         raise ShapeError(
             refusal(_NAME, "length", must="be at least 0", got=length, fix="pass a token count")
         )
-    chosen = resolve_impl(impl, rows_TD.device, _NAME, has_triton=_HAS_TRITON)
+    chosen = _choose(impl, rows_TD)
     padded_BND = torch.ops.gem_jagged.jagged_to_padded(
         rows_TD,
         layout.offsets_O,

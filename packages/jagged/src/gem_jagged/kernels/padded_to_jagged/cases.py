@@ -1,5 +1,5 @@
 """Shapes on which ``padded_to_jagged`` is tested and timed."""
 
-from gem_jagged.workloads import EDGES, HISTORIES, PackedCase
+from gem_jagged.workloads import EDGES, HISTORIES, ZIPF, PackedCase
 
-CASES: tuple[PackedCase, ...] = (*EDGES, *HISTORIES)
+CASES: tuple[PackedCase, ...] = (*EDGES, *HISTORIES, *ZIPF)

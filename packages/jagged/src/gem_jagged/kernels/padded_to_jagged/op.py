@@ -21,14 +21,17 @@ from gem_opkit.errors import ShapeError, refusal
 from gem_opkit.impl import Impl, resolve_impl
 
 _NAME = "padded_to_jagged"
-_HAS_TRITON = False
+_HAS_TRITON = True
 
 
 @torch.library.custom_op("gem_jagged::padded_to_jagged", mutates_args=())
 def _forward(
     padded_BND: Tensor, offsets_O: Tensor, total_tokens: int, align: str, impl: str
 ) -> Tensor:
-    resolve_impl(impl, padded_BND.device, _NAME, has_triton=_HAS_TRITON)
+    if resolve_impl(impl, padded_BND.device, _NAME, has_triton=_HAS_TRITON) == "triton":
+        from gem_jagged.kernels.padded_to_jagged.kernel import launch_forward
+
+        return launch_forward(padded_BND, offsets_O, total_tokens, align)
     return padded_to_jagged_reference(padded_BND, offsets_O, total_tokens, align)
 
 
@@ -39,7 +42,10 @@ def _(padded_BND: Tensor, offsets_O: Tensor, total_tokens: int, align: str, impl
 
 @torch.library.custom_op("gem_jagged::padded_to_jagged_backward", mutates_args=())
 def _backward(grad_TD: Tensor, offsets_O: Tensor, length: int, align: str, impl: str) -> Tensor:
-    resolve_impl(impl, grad_TD.device, _NAME, has_triton=_HAS_TRITON)
+    if resolve_impl(impl, grad_TD.device, _NAME, has_triton=_HAS_TRITON) == "triton":
+        from gem_jagged.kernels.padded_to_jagged.kernel import launch_backward
+
+        return launch_backward(grad_TD, offsets_O, length, align)
     return padded_to_jagged_backward_reference(grad_TD, offsets_O, length, align)
 
 

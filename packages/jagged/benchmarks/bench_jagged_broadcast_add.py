@@ -1,0 +1,58 @@
+"""Time ``jagged_broadcast_add`` against a loop over the sequences and torch's index operations.
+
+Run ``python packages/jagged/benchmarks/bench_jagged_broadcast_add.py`` in the repository's root.
+"""
+
+import torch
+from packed import Work, main, rows_of, tokens, wanted
+from torch import Tensor
+
+from gem_jagged.batch import Layout
+from gem_jagged.kernels.jagged_broadcast_add.cases import CASES
+from gem_jagged.kernels.jagged_broadcast_add.cost import (
+    jagged_broadcast_add_backward_cost,
+    jagged_broadcast_add_cost,
+)
+from gem_jagged.ops import jagged_broadcast_add
+from gem_opkit.bench import BenchCase
+
+
+def loop(values: Tensor, layout: Layout, dense: Tensor) -> Tensor:
+    parts = values.split(layout.lengths.tolist())
+    return torch.cat([part + row for part, row in zip(parts, dense, strict=True)])
+
+
+def repeated(values: Tensor, layout: Layout, dense: Tensor) -> Tensor:
+    lengths = layout.offsets_O.diff()
+    return values + dense.repeat_interleave(lengths, 0, output_size=layout.total_tokens)
+
+
+def make_cases(device: str) -> list[BenchCase]:
+    rows = []
+    for case in CASES:
+        if not wanted(case, device):
+            continue
+        values, layout = tokens(case.lengths, case.width, device)
+        dense, _ = tokens((layout.batch,), case.width, device)
+        size = {
+            "batch": layout.batch,
+            "total_tokens": layout.total_tokens,
+            "width": case.width,
+            "element_bytes": values.element_size(),
+        }
+        work = Work(
+            case,
+            jagged_broadcast_add,
+            (values, layout, dense),
+            jagged_broadcast_add_cost(**size),
+            jagged_broadcast_add_backward_cost(**size),
+            loop,
+            {"repeat_interleave": repeated},
+            moves=False,
+        )
+        rows += rows_of(work)
+    return rows
+
+
+if __name__ == "__main__":
+    main("jagged_broadcast_add", make_cases)

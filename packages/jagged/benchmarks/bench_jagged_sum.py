@@ -1,0 +1,55 @@
+"""Time ``jagged_sum`` against ``torch.segment_reduce`` and against a loop over the sequences.
+
+Run ``python packages/jagged/benchmarks/bench_jagged_sum.py`` in the repository's root.
+"""
+
+import torch
+from packed import Work, main, rows_of, tokens, wanted
+from torch import Tensor
+
+from gem_jagged.batch import Layout
+from gem_jagged.kernels.jagged_sum.cases import CASES
+from gem_jagged.kernels.jagged_sum.cost import jagged_sum_backward_cost, jagged_sum_cost
+from gem_jagged.ops import jagged_sum
+from gem_opkit.bench import BenchCase
+
+
+def loop(values: Tensor, layout: Layout) -> Tensor:
+    parts = values.split(layout.lengths.tolist())
+    return torch.stack([part.sum(0) for part in parts])
+
+
+def segments(values: Tensor, layout: Layout) -> Tensor:
+    return torch.segment_reduce(
+        values, "sum", offsets=layout.offsets_O, axis=0, unsafe=True, initial=0.0
+    )
+
+
+def make_cases(device: str) -> list[BenchCase]:
+    rows = []
+    for case in CASES:
+        if not wanted(case, device):
+            continue
+        values, layout = tokens(case.lengths, case.width, device)
+        size = {
+            "batch": layout.batch,
+            "total_tokens": layout.total_tokens,
+            "width": case.width,
+            "element_bytes": values.element_size(),
+        }
+        work = Work(
+            case,
+            jagged_sum,
+            (values, layout),
+            jagged_sum_cost(**size),
+            jagged_sum_backward_cost(**size),
+            loop,
+            {"segments": segments},
+            moves=False,
+        )
+        rows += rows_of(work)
+    return rows
+
+
+if __name__ == "__main__":
+    main("jagged_sum", make_cases)

@@ -1,0 +1,228 @@
+"""The kernels on every length case, any strides and dtype, and rows behind the last offset."""
+
+import pytest
+import torch
+
+from gem_jagged.batch import Layout
+from gem_jagged.ops import (
+    jagged_broadcast_add,
+    jagged_concat,
+    jagged_dense_bmm,
+    jagged_index_select,
+    jagged_mean,
+    jagged_split,
+    jagged_sum,
+    jagged_take_last,
+    jagged_to_padded,
+    padded_to_jagged,
+)
+from gem_opkit.errors import UnsupportedError
+from gem_opkit.testing import (
+    LENGTH_CASES,
+    check_refuses,
+    check_runs_equal,
+    length_case_id,
+    poisoned_empty,
+    run_with_gradients,
+)
+
+pytestmark = pytest.mark.interpreter
+
+
+def calls(lengths, width, *, dtype=torch.float32):
+    """Every operator once: (name, function of (*tensors, impl), tensors)."""
+    layout = Layout.from_lengths(lengths, dtype=torch.int32)
+    other = Layout.from_lengths(lengths[::-1])
+    batch, total = layout.batch, layout.total_tokens
+    chosen = torch.tensor([*range(batch - 1, -1, -1), 0, 0] if batch else [], dtype=torch.int64)
+
+    def leaf(*shape):
+        return torch.randn(shape).to(dtype).requires_grad_()
+
+    packed = leaf(total, width)
+    return [
+        ("pad", lambda x, impl: jagged_to_padded(x, layout, fill=-2.0, impl=impl), [packed]),
+        (
+            "pad_short",
+            lambda x, impl: jagged_to_padded(x, layout, length=3, align="right", impl=impl),
+            [packed],
+        ),
+        (
+            "unpad",
+            lambda x, impl: padded_to_jagged(x, layout, align="right", impl=impl),
+            [leaf(batch, layout.max_length + 1, width)],
+        ),
+        (
+            "concat",
+            lambda x, y, impl: jagged_concat(x, layout, y, other, impl=impl)[0],
+            [packed, leaf(total, width)],
+        ),
+        (
+            "split",
+            lambda x, impl: jagged_split(x, layout, other, impl=impl),
+            [leaf(2 * total, width)],
+        ),
+        ("last", lambda x, impl: jagged_take_last(x, layout, 4, impl=impl)[0], [packed]),
+        (
+            "select",
+            lambda x, impl: jagged_index_select(x, layout, chosen, impl=impl)[0],
+            [packed],
+        ),
+        ("mean", lambda x, impl: jagged_mean(x, layout, impl=impl), [packed]),
+        ("sum", lambda x, impl: jagged_sum(x, layout, impl=impl), [packed]),
+        (
+            "add",
+            lambda x, y, impl: jagged_broadcast_add(x, layout, y, impl=impl),
+            [packed, leaf(batch, width)],
+        ),
+        (
+            "bmm",
+            lambda x, w, b, impl: jagged_dense_bmm(x, layout, w, bias_BF=b, impl=impl),
+            [packed, leaf(batch, width, 3), leaf(batch, 3)],
+        ),
+    ]
+
+
+def check_equal_to_reference(name, call, tensors):
+    expected = run_with_gradients(lambda *x: call(*x, impl="reference"), tensors)
+    with poisoned_empty("all"):
+        actual = run_with_gradients(lambda *x: call(*x, impl="triton"), tensors)
+    check_runs_equal(actual, expected, what=f"{name}: ")
+
+
+@pytest.mark.parametrize("case", LENGTH_CASES, ids=length_case_id)
+def test_every_length_case(case):
+    for width in (1, 6):
+        for name, call, tensors in calls(case.lengths, width):
+            check_equal_to_reference(name, call, tensors)
+
+
+def test_any_strides():
+    for name, call, tensors in calls((3, 0, 5), 4):
+        turned = [
+            x.detach().transpose(0, -1).contiguous().transpose(0, -1).requires_grad_()
+            for x in tensors
+        ]
+        check_equal_to_reference(f"{name}, transposed", call, turned)
+        sliced = [
+            torch.cat([x.detach(), x.detach()], -1)[..., 1:5].requires_grad_() for x in tensors
+        ]
+        if name != "bmm":  # its matrices have a width of their own
+            check_equal_to_reference(f"{name}, a slice of wider rows", call, sliced)
+
+
+def test_fp64_is_summed_in_fp64():
+    for name, call, tensors in calls((300, 0, 5), 2, dtype=torch.float64):
+        if name != "bmm":
+            check_equal_to_reference(name, call, tensors)
+
+
+MOVED = [
+    *(torch.bool, torch.uint8, torch.int16, torch.uint32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64),
+]
+
+
+@pytest.mark.parametrize("dtype", MOVED, ids=str)
+def test_moves_every_dtype_unchanged(dtype):
+    layout, other = Layout.from_lengths([2, 0, 3]), Layout.from_lengths([0, 1, 0])
+    for width in (1, 3, 8):
+        values = (torch.arange(5 * width) % 2).view(5, width).to(dtype)
+        fill = 1.0
+        for align in ("left", "right"):
+            padded, expected = (
+                jagged_to_padded(values, layout, fill=fill, align=align, impl=impl)
+                for impl in ("triton", "reference")
+            )
+            assert same_bits(padded, expected)
+            assert same_bits(padded_to_jagged(padded, layout, align=align, impl="triton"), values)
+        joined, _ = jagged_concat(values, layout, values[:1], other, impl="triton")
+        left, right = jagged_split(joined, layout, other, impl="triton")
+        assert same_bits(left, values)
+        assert same_bits(right, values[:1])
+
+
+def test_words_wider_than_eight_bytes():
+    layout, other = Layout.from_lengths([2, 0, 3]), Layout.from_lengths([0, 1, 0])
+    values = torch.randn(5, 3, dtype=torch.complex128)
+    joined, _ = jagged_concat(values, layout, values[:1], other, impl="triton")
+    left, right = jagged_split(joined.conj(), layout, other, impl="triton")
+    assert torch.equal(left, values.conj())
+    assert torch.equal(right, values[:1].conj())
+    check_refuses(
+        [
+            (
+                lambda: jagged_to_padded(values, layout, impl="triton"),
+                UnsupportedError,
+                'use impl="reference"',
+            )
+        ]
+    )
+
+
+def same_bits(a, b):
+    return a.dtype == b.dtype and torch.equal(
+        a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)
+    )
+
+
+def test_rows_behind_the_last_offset_are_not_read_and_get_zeros():
+    # As in a captured graph that is replayed with fewer tokens than it was captured with. Only
+    # the ops take such tensors: the public functions hold lengths and tokens to each other.
+    ops, nan = torch.ops.gem_jagged, float("nan")
+    offsets = torch.tensor([0, 2, 2, 5])
+    values = torch.randn(9, 4)
+    values[5:] = nan
+    dense = torch.randn(3, 4)
+    padded = ops.jagged_to_padded(values, offsets, 4, 3, 0.0, "left", "triton")
+    assert padded.isfinite().all()
+    for align in ("left", "right"):
+        unpadded = ops.padded_to_jagged(padded + 1, offsets, 9, align, "triton")
+        assert unpadded[:5].ne(0).all()
+        assert unpadded[5:].eq(0).all()
+    assert ops.jagged_sum(values, offsets, "triton").isfinite().all()
+    spread = ops.jagged_mean_backward(dense, offsets, 9, "triton")
+    added = ops.jagged_broadcast_add(values, offsets, dense, "triton")
+    weights = torch.randn(3, 4, 4)
+    product = ops.jagged_dense_bmm(values, offsets, weights, None, 3, "triton")
+    gradients = ops.jagged_dense_bmm_backward(values, values, offsets, weights, 3, True, "triton")
+    joined = ops.jagged_concat(values, offsets, values, offsets, "triton")
+    left, right = ops.jagged_split(joined, offsets, offsets, 9, "triton")
+    kept = ops.jagged_take_last_backward(values, offsets, offsets, 9, "triton")
+    for rows in (spread, added, product, gradients[0], left, right, kept):
+        assert rows[:5].isfinite().all()
+        assert rows[5:].eq(0).all()
+    assert joined[:10].isfinite().all()
+    assert joined[10:].eq(0).all()
+    assert gradients[1].isfinite().all()
+    assert gradients[2].isfinite().all()
+
+
+def test_an_index_that_names_no_sequence_gives_zeros():
+    values, offsets = torch.randn(5, 4), torch.tensor([0, 2, 5])
+    rows = torch.ops.gem_jagged.jagged_index_select(
+        values, offsets, torch.tensor([7, 1, -1]), torch.tensor([0, 1, 4, 5]), 5, "triton"
+    )
+    assert torch.equal(rows[1:4], values[2:])
+    assert rows[[0, 4]].eq(0).all()
+
+
+def test_row_numbers_pass_int32():
+    # Three sequences of 2^30 slots each of one byte; pages that nobody touches take no memory.
+    length = 2**30
+    padded = torch.empty((3, length, 1), dtype=torch.int8)
+    layout = Layout.from_lengths([1, 2, 3], dtype=torch.int32)
+    padded[0, 0], padded[1, :2], padded[2, :3] = 1, 2, 3
+    values = padded_to_jagged(padded, layout, impl="triton")
+    assert values[:, 0].tolist() == [1, 2, 2, 3, 3, 3]
+    padded[0, -1], padded[1, -2:], padded[2, -3:] = 4, 5, 6
+    values = padded_to_jagged(padded, layout, align="right", impl="triton")
+    assert values[:, 0].tolist() == [4, 5, 5, 6, 6, 6]
+
+
+def test_a_sum_has_the_same_bits_in_every_batch():
+    values = torch.randn(1000, 8)
+    alone = jagged_sum(values, Layout.from_lengths([1000]), impl="triton")
+    batch = torch.cat([torch.randn(77, 8), values, torch.randn(300, 8)])
+    together = jagged_sum(batch, Layout.from_lengths([70, 7, 1000, 300]), impl="triton")
+    assert torch.equal(together[2], alone[0])
