@@ -330,10 +330,34 @@ def bench(session: nox.Session, package: str) -> None:
     """Run a package's benchmarks; arguments after ``--`` go to each of them."""
     install(session, [package], extras=["test"], triton=True)
     files = sorted((PROJECTS[package].folder / "benchmarks").glob("bench_*.py"))
+    # It needs environments of its own, which its session makes.
+    files = [file for file in files if file.name != "bench_peers.py"]
     if not files:
         session.skip(f"packages/{package} has no benchmarks")
     for file in files:
         session.run("python", str(file), *session.posargs, env=run_environment())
+
+
+PEERS_FOLDER = ROOT / "packages" / "gem" / "benchmarks" / "peers"
+PEERS = sorted(file.stem for file in PEERS_FOLDER.glob("*.txt"))
+
+
+@nox.session
+@nox.parametrize("part", [nox.param(name, id=name) for name in [*PEERS, "table"]])
+def peers(session: nox.Session, part: str) -> None:
+    """Train other people's models on our inputs: ``nox -s peers [-- --protocol NAME ...]``.
+
+    Every part but the last makes the environment of a peer; the last trains and compares.
+    """
+    if part == "table":
+        install(session, ["gem"])
+        script = PEERS_FOLDER.parent / "bench_peers.py"
+        folder = environment(session).parent
+        arguments = ["--environments", str(folder), *session.posargs]
+        session.run("python", str(script), *arguments, env=run_environment())
+        return
+    lines = (PEERS_FOLDER / f"{part}.txt").read_text(encoding="utf-8").splitlines()
+    install_third_party(session, [line for line in lines if not line.startswith("#")])
 
 
 @nox.session

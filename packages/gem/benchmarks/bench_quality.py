@@ -3,9 +3,9 @@
     python packages/gem/benchmarks/bench_quality.py [--recipes A B] [--seeds 1 2 3] [--set K=V]
 
 Trains each recipe with each seed through the same function as `gem train`, takes the predictions
-of the test rows that it wrote, and puts into ``results/cpu/quality.jsonl``: one row a run, the mean
-over seeds, and for every pair of recipes a paired bootstrap of the difference in NE on the same
-rows. Rows of the same case replace older ones.
+of the test rows that it wrote, and puts into ``results/cpu/quality.jsonl``: one row a run and task,
+the mean over seeds, and for every pair of recipes on the same data a paired bootstrap of the
+difference in NE on the same rows. Rows of the same case replace older ones.
 """
 
 import argparse
@@ -29,6 +29,7 @@ from gem_opkit.bench import provenance, write_rows
 
 RESULTS = Path(__file__).resolve().parents[3] / "results" / "cpu" / "quality.jsonl"
 RESAMPLES = 10_000
+PERIODS = ("progressive", "valid", "test")
 METRICS = ("ne", "auc", "gauc", "logloss", "calibration")
 _CHUNK = 100
 
@@ -43,8 +44,14 @@ def test_rows(run: Path, task: str) -> dict[str, np.ndarray]:
         )
         if split == "test" and name == task and label is not None
     ]
-    rows, labels, p = (np.array(column, np.float64) for column in zip(*kept, strict=True))
-    p = np.clip(p, CLIP, 1.0 - CLIP)
+    rows, labels, p = (np.array(column) for column in zip(*kept, strict=True))
+    return row_losses(rows, labels, p)
+
+
+def row_losses(rows: np.ndarray, labels: np.ndarray, p: np.ndarray) -> dict[str, np.ndarray]:
+    """Row, label and log loss, clipped as the metrics clip, of predictions in row order."""
+    labels = labels.astype(np.float64)
+    p = np.clip(p.astype(np.float64), CLIP, 1.0 - CLIP)
     loss = -(labels * np.log(p) + (1.0 - labels) * np.log1p(-p))
     return {"row": rows.astype(np.int64), "label": labels, "loss": loss}
 
@@ -91,6 +98,56 @@ def run_recipe(
     return summary, folder
 
 
+def seed_rows(recipe: str, seed: int, summary: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row for each task of one run."""
+    several = len(summary["test"]) > 1
+    return [
+        {
+            "bench": "quality",
+            "case": f"{recipe}, seed {seed}" + (f", {task}" if several else ""),
+            "recipe": recipe,
+            "seed": seed,
+            "task": task,
+            **{s: summary[s][task] for s in PERIODS},
+            **{k: summary[k] for k in ("device", "steps", "throughput", "memory")},
+        }
+        for task in summary["test"]
+    ]
+
+
+def mean_rows(
+    recipe: str, seeds: list[int], summaries: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """A row for each task: every metric that all seeds have, its mean and half its range."""
+    several = len(summaries[0]["test"]) > 1
+    rows = []
+    for task in summaries[0]["test"]:
+        found = {
+            split: {
+                key: [float(s[split][task][key]) for s in summaries]
+                for key in METRICS
+                if all(s[split][task][key] is not None for s in summaries)
+            }
+            for split in PERIODS
+        }
+        case = f"{recipe}, mean of seeds {' '.join(map(str, seeds))}"
+        rows.append(
+            {
+                "bench": "quality",
+                "case": case + (f", {task}" if several else ""),
+                "recipe": recipe,
+                "seeds": seeds,
+                "task": task,
+                **{s: {k: statistics.fmean(v) for k, v in found[s].items()} for s in found},
+                "half_range": {
+                    s: {k: (max(v) - min(v)) / 2 for k, v in found[s].items()} for s in found
+                },
+                "device": summaries[0]["device"],
+            }
+        )
+    return rows
+
+
 def main() -> None:
     """Train, compare, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -103,60 +160,41 @@ def main() -> None:
     console = Console()
     display = Display(console)
     rows: list[dict[str, Any]] = []
-    tested: dict[str, list[dict[str, np.ndarray]]] = {}
+    tested: dict[str, dict[str, list[dict[str, np.ndarray]]]] = {}
+    datasets: dict[str, str] = {}
     for recipe in chosen.recipes:
         summaries = []
         for seed in chosen.seeds:
             display.stage(f"{recipe}, seed {seed}")
             summary, folder = run_recipe(recipe, seed, chosen.settings, chosen.out, display)
-            task = next(iter(summary["test"]))
-            tested.setdefault(recipe, []).append(test_rows(folder, task))
+            for task in summary["test"]:
+                found = test_rows(folder, task)
+                tested.setdefault(recipe, {}).setdefault(task, []).append(found)
             summaries.append(summary)
+            rows += seed_rows(recipe, seed, summary)
+        datasets[recipe] = summaries[0]["dataset"]
+        means = mean_rows(recipe, chosen.seeds, summaries)
+        for row in means:
+            console.print(row["case"], {k: round(v, 4) for k, v in row["test"].items()})
+        rows += means
+    for one, other in combinations(chosen.recipes, 2):
+        if datasets[one] != datasets[other]:
+            continue
+        for task in tested[one]:
+            found = paired_bootstrap(tested[one][task], tested[other][task])
+            several = "" if len(tested[one]) == 1 else f", {task}"
             rows.append(
                 {
                     "bench": "quality",
-                    "case": f"{recipe}, seed {seed}",
-                    "recipe": recipe,
-                    "seed": seed,
+                    "case": f"{one} against {other}{several}, paired bootstrap of NE",
+                    "recipes": [one, other],
                     "task": task,
-                    **{s: summary[s][task] for s in ("progressive", "valid", "test")},
-                    **{k: summary[k] for k in ("device", "steps", "throughput", "memory")},
+                    "seeds": chosen.seeds,
+                    **found,
+                    "device": "cpu",
                 }
             )
-        task = rows[-1]["task"]
-        mean = {
-            split: {
-                key: statistics.fmean(float(s[split][task][key]) for s in summaries)
-                for key in METRICS
-                if all(s[split][task][key] is not None for s in summaries)
-            }
-            for split in ("progressive", "valid", "test")
-        }
-        rows.append(
-            {
-                "bench": "quality",
-                "case": f"{recipe}, mean of seeds {' '.join(map(str, chosen.seeds))}",
-                "recipe": recipe,
-                "seeds": chosen.seeds,
-                "task": task,
-                **mean,
-                "device": summaries[0]["device"],
-            }
-        )
-        console.print(rows[-1]["case"], {k: round(v, 4) for k, v in mean["test"].items()})
-    for one, other in combinations(chosen.recipes, 2):
-        found = paired_bootstrap(tested[one], tested[other])
-        rows.append(
-            {
-                "bench": "quality",
-                "case": f"{one} against {other}, paired bootstrap of NE",
-                "recipes": [one, other],
-                "seeds": chosen.seeds,
-                **found,
-                "device": "cpu",
-            }
-        )
-        console.print(rows[-1]["case"], {k: v for k, v in found.items() if not math.isnan(v)})
+            console.print(rows[-1]["case"], {k: v for k, v in found.items() if not math.isnan(v)})
     origin = provenance()
     # A row with settings is a case of its own and must not replace the shipped recipe's.
     suffix = f" with {', '.join(chosen.settings)}" if chosen.settings else ""

@@ -84,6 +84,19 @@ def test_an_unknown_key_is_named_with_the_nearest_known_one(override, nearest):
     assert f"unknown key '{key}'; did you mean '{nearest}'?" in refused(override)
 
 
+def test_a_key_of_another_kind_of_model_is_not_its_own_remedy():
+    message = refused("model.dropout=0.1", "model={kind='din'}", "model.dropout=0.1")
+    assert "unknown key 'model.dropout'; did you mean '" in message
+    assert "mean 'model.dropout'" not in message
+
+
+@pytest.mark.parametrize("path", ["data.inputs", "data.streams.clicks.fields"])
+def test_a_name_given_twice_is_refused(path):
+    assert f"{path} must name each thing once; got 'a' twice; remove one" in refused(
+        f'{path}=["b", "a", "a"]'
+    )
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [

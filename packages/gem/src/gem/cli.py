@@ -1,8 +1,7 @@
 """The command `gem`: train, evaluate, prepare data, look at the installation.
 
-Each command imports what it needs when it runs, so that `gem --help` answers at once. A user's
-error, a wrong option too, is one line and exit code 2; anything else is a bug and keeps its
-traceback.
+Each command imports what it needs when it runs, so that `gem --help` answers at once. What ends a
+command early is told by `gem.faults`.
 """
 
 import difflib
@@ -21,13 +20,12 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from gem_opkit.errors import ConfigError, GemError, refusal
-
-# typer brings its own copy of click's errors in some versions and click itself in others.
-_UsageFault: Any = typer.BadParameter.__mro__[2]
+from gem.faults import run_app
+from gem.quick_exit import interrupts_end_at_once
+from gem_opkit.errors import ConfigError, refusal
 
 if TYPE_CHECKING:
-    from gem.data.check import DatasetReport
+    pass
 
 
 class _Commands(TyperGroup):
@@ -112,7 +110,11 @@ def _version(show: bool) -> None:  # noqa: FBT001 - typer calls it with the flag
 
 @app.callback()
 def _top(
+    context: typer.Context,
     *,
+    debug: Annotated[
+        bool, typer.Option("--debug", metavar="", help="Show the traceback above an error.")
+    ] = False,
     version: Annotated[  # acted on by the callback
         bool,
         typer.Option(
@@ -120,7 +122,7 @@ def _top(
         ),
     ] = False,
 ) -> None:
-    pass
+    context.obj.debug, context.obj.command = debug, f"gem {context.invoked_subcommand}"
 
 
 @app.command()
@@ -151,10 +153,12 @@ def train(
     config = load_recipe(recipe, settings or (), seed=seed)
     folder = out if out is not None else Path("runs") / f"{config.name}-{config.seed}"
 
-    from gem.train.interrupt import Interrupted
-    from gem.train.loop import train as run_training
-    from gem.train.progress import Display
+    with interrupts_end_at_once():
+        from gem.train.interrupt import Interrupted
+        from gem.train.loop import train as run_training
+        from gem.train.progress import Display
 
+        _settle_arrow()
     console = _console(as_json=as_json)
     try:
         with _terminate_by_exception():
@@ -167,6 +171,13 @@ def train(
         _end_early("terminated", signal.SIGTERM)
     if as_json:
         _print_json(summary)
+
+
+def _settle_arrow() -> None:
+    """Have Arrow look for pandas now, and not amid the reading, where Ctrl-C would break that."""
+    import pyarrow
+
+    pyarrow.array([0])
 
 
 class _Terminated(BaseException):
@@ -192,7 +203,7 @@ def _end_early(what: str, signal_number: int) -> NoReturn:
     command = shlex.join([*_this_program(), *words, "--resume"])
     if os.environ.get("RANK", "0") == "0":
         typer.echo(f"{what}. Continue with:\n\n    {command}\n", err=True)
-    raise typer.Exit(128 + signal_number)
+    raise SystemExit(128 + signal_number)
 
 
 def _this_program() -> list[str]:
@@ -212,7 +223,9 @@ def _this_program() -> list[str]:
 
 @app.command(name="eval")
 def evaluate_run(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Folder of a run, or one of its checkpoints.")
+    ],
     *,
     predictions: Annotated[
         bool,
@@ -223,9 +236,14 @@ def evaluate_run(
     ] = False,
     as_json: _Json = False,
 ) -> None:
-    """Evaluate the newest checkpoint of a run on the valid and test rows."""
-    from gem.train.held_out import evaluate_folder
-    from gem.train.progress import Display
+    """Evaluate a run on the valid and test rows, at its newest complete checkpoint.
+
+    RUN may also be one of the checkpoints in it. It says which one it is, and whether the run was
+    finished by then.
+    """
+    with interrupts_end_at_once():
+        from gem.train.held_out import evaluate_folder
+        from gem.train.progress import Display
 
     display = Display(_console(as_json=as_json))
     found = evaluate_folder(
@@ -233,6 +251,65 @@ def evaluate_run(
     )
     if as_json:
         _print_json(found)
+
+
+@app.command()
+def predict(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Folder of a run, or one of its checkpoints.")
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="New folder of the predictions.")],
+    splits: Annotated[
+        list[str] | None,
+        typer.Option("--split", metavar="NAME", help="Split to predict; default valid and test."),
+    ] = None,
+    *,
+    embeddings: Annotated[
+        bool,
+        typer.Option(
+            "--embeddings", metavar="", help="Also write what the heads read of each example."
+        ),
+    ] = False,
+    as_json: _Json = False,
+) -> None:
+    """Write a probability for each example and task to Parquet, whole or not at all."""
+    with interrupts_end_at_once():
+        from gem.train.predict import HELD_OUT
+        from gem.train.predict import predict as predict_run
+        from gem.train.progress import Display
+
+    display = Display(_console(as_json=as_json))
+    found = predict_run(run, out, embeddings=embeddings, splits=splits or HELD_OUT, display=display)
+    if as_json:
+        _print_json(found)
+
+
+@app.command()
+def report(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN", help="Folders of runs on one data set."),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Page to write; default report.html, in RUN if there is only one."
+        ),
+    ] = None,
+    *,
+    as_json: _Json = False,
+) -> None:
+    """Write a page that shows a run, or compares several; gem train writes it too.
+
+    Runs that differ in their seed alone become mean and spread, other recipes stand side by side.
+    """
+    from gem.report.page import write_report
+
+    page = write_report(runs, out)
+    if as_json:
+        _print_json({"report": str(page), "runs": [str(run) for run in runs]})
+    else:
+        _say(_console(as_json=False), f"report: {page}")
 
 
 @data_app.command(name="prepare")
@@ -262,54 +339,50 @@ def data_check(
     *,
     as_json: _Json = False,
 ) -> None:
-    """Read a data set whole and check it against its dataset.toml."""
+    """Read a data set whole: faults, leaking columns, label rates by day, histories.
+
+    Errors keep a run from starting or make it worthless (exit code 1); a warning is likely a
+    mistake; a note is worth knowing.
+    """
     from gem.data.check import check
+    from gem.data.checks.printing import print_report
 
     report = check(folder)
     if as_json:
         _print_json(report.model_dump(mode="json"))
     else:
-        _print_report(report)
+        print_report(_console(as_json=False), report)
     if report.problems:
         raise typer.Exit(1)
 
 
-def _print_report(report: "DatasetReport") -> None:
-    console = _console(as_json=False)
-    for part in report.parts:
-        missing = ", ".join(f"{name} {count:,}" for name, count in part.missing.items())
-        filled = f"; missing values filled: {missing}" if missing else ""
-        _say(console, f"{part.part}: {part.rows:,} rows{filled}")
-    for label in report.labels:
-        _say(
-            console,
-            f"{label.split}, {label.label}: {label.known:,} of {label.examples:,} known, "
-            f"{label.positives:,.0f} positive",
-        )
-    for problem in report.problems:
-        _say(console, f"problem: {problem}")
-    if not report.problems:
-        _say(console, f"{report.name} in {report.folder} is sound")
-
-
 @app.command()
-def doctor(*, as_json: _Json = False) -> None:
-    """Show versions, devices and memory, and say what is missing and how to get it."""
-    from gem.doctor import examine, findings_table
+def doctor(
+    runs: Annotated[
+        Path, typer.Option(metavar="DIR", help="Folder of the runs, whose disk is looked at.")
+    ] = Path("runs"),
+    *,
+    as_json: _Json = False,
+) -> None:
+    """Show what is installed, which kernel and number format runs where, and what is missing."""
+    from dataclasses import asdict
 
-    found = examine()
+    from gem.doctor import examine
+    from gem.doctor_page import page
+
+    found = examine(runs)
     if as_json:
-        _print_json(found)
+        _print_json(asdict(found))
     else:
-        _console(as_json=False).print(findings_table(found))
-    if found["problems"]:
+        _console(as_json=False).print(page(found))
+    if found.problems:
         raise typer.Exit(1)
 
 
 def main() -> None:
     """Run the command line of this process. Ends it."""
     try:
-        _run()
+        run_app(app)
     except SystemExit as ending:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and isinstance(ending.code, int | None):
             # One of several ranks: everything is written and closed by now, and the usual way out
@@ -318,45 +391,3 @@ def main() -> None:
             sys.stderr.flush()
             os._exit(ending.code or 0)
         raise
-
-
-def _run() -> None:
-    from pydantic import ValidationError
-
-    try:
-        code = app(prog_name="gem", standalone_mode=False)
-    except _UsageFault as fault:
-        if type(fault).__name__ == "NoArgsIsHelpError":  # typer has printed the help by now
-            raise SystemExit(2) from None
-        typer.echo(f"error: {_usage_line(fault)}", err=True)
-        raise SystemExit(2) from None
-    except (GemError, ValidationError, OSError) as error:
-        rank = os.environ.get("RANK")
-        where = f"rank {rank}: " if rank not in (None, "0") else ""
-        # One line, whatever the message: pydantic's has several.
-        text = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
-        typer.echo(f"error: {where}{text}", err=True)
-        raise SystemExit(2) from None
-    except (KeyboardInterrupt, typer.Abort):
-        typer.echo("interrupted", err=True)
-        raise SystemExit(130) from None
-    raise SystemExit(code if isinstance(code, int) else 0)
-
-
-def _usage_line(fault: Any) -> str:
-    """What is wrong with the words of a command, in the form of all errors."""
-    context: Any = fault.ctx
-    where = "gem" if context is None else context.command_path
-    name, must = "arguments", "be as the help says"
-    got = " ".join(fault.format_message().split()).rstrip(".")
-    got, fix = got[:1].lower() + got[1:], f"see {where} --help"
-    match type(fault).__name__:
-        case "MissingParameter":
-            name, must, got = got.split("'")[1], "be given", "nothing"
-        case "NoSuchOption" if context is not None:
-            known = [word for param in context.command.get_params(context) for word in param.opts]
-            known = [word for word in known if word.startswith("--")]
-            close = difflib.get_close_matches(fault.option_name, known, n=1, cutoff=0.5)
-            name, must, got = "OPTION", f"be one of {', '.join(known)}", fault.option_name
-            fix = f"did you mean {close[0]}?" if close else fix
-    return refusal(where, name, must=must, got=got.removeprefix("got "), fix=fix)

@@ -8,7 +8,7 @@ Imports no torch.
 import difflib
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, Self
@@ -43,6 +43,17 @@ class RunConfig(Contract):
     parallel: ParallelPlan | None = Field(
         default=None, description="none: every rank holds a copy of everything (data parallel)"
     )
+
+    @model_validator(mode="after")
+    def _names_are_once(self) -> Self:
+        """A name given twice would be read twice, or once, and nothing would show which."""
+        for path, names in _name_lists(self.data.model_dump(), "data"):
+            for place, name in enumerate(names):
+                if name in names[:place]:
+                    raise ConfigError(
+                        f"{path} must name each thing once; got {name!r} twice; remove one of them"
+                    )
+        return self
 
     @model_validator(mode="after")
     def _streams_fit(self) -> Self:
@@ -98,6 +109,18 @@ class RunConfig(Contract):
             for key in sorted({*mine, *theirs} - ignored)
             if mine.get(key, _ABSENT) != theirs.get(key, _ABSENT)
         ]
+
+
+def _name_lists(value: Any, path: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Every array of texts in a section, with its full path."""
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _name_lists(part, f"{path}.{key}")
+    elif isinstance(value, tuple):
+        if value and all(isinstance(part, str) for part in value):
+            yield path, value
+        for place, part in enumerate(value):
+            yield from _name_lists(part, f"{path}.{place}")
 
 
 _ABSENT = object()

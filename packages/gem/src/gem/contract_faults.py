@@ -124,7 +124,10 @@ def _nearest_key(
     elif parents and siblings:
         known = [".".join([*parents, name]) for name in sorted(siblings)]
     full = ".".join([*parents, last])
-    return max(known, key=lambda key: difflib.SequenceMatcher(None, key, full).ratio())
+    # A key that another kind of the same table has is no help here.
+    known = [key for key in known if key != full]
+    closeness = {key: difflib.SequenceMatcher(None, key, full).ratio() for key in known}
+    return max(known, key=lambda key: closeness[key], default=None)
 
 
 def _is_model(annotation: Any) -> bool:

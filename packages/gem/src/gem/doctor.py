@@ -1,169 +1,303 @@
-"""`gem doctor`: what is installed, on which devices, and what to do about what is missing."""
+"""`gem doctor`: what is installed and loads, what runs where, and what to do about what is missing.
 
+Everything is looked at behind a guard: an installation that is broken in any way still gets an
+answer. Modules that can end the process when they do not fit (torchrec with fbgemm) are loaded in
+a process of their own. The table is in `gem.doctor_page`.
+"""
+
+import contextlib
+import importlib
 import importlib.metadata
 import importlib.util
 import os
 import platform
-import shutil
+import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from rich.table import Table
-from rich.text import Text
+from gem.doctor_devices import Device, Disk, find_devices, find_disk, resource_problems
+from gem.doctor_formats import FormatFinding, format_findings
+from gem.doctor_guard import major_minor, one_line, tried
+from gem.doctor_kernels import OperatorFinding, operator_findings
 
-# import name -> (distribution, what it is for, whether a first training run needs it).
-_PARTS = {
-    "torch": ("torch", "everything", True),
-    "pydantic": ("pydantic", "recipes and contracts", True),
-    "numpy": ("numpy", "data and metrics", True),
-    "pyarrow": ("pyarrow", "data sets", True),
-    "rich": ("rich", "progress", True),
-    "typer": ("typer", "the command line", True),
-    "tensorboard": ("tensorboard", "curves of a run", True),
-    "gem": ("gem-trainer", "data, model, training, this command", True),
-    "gem_opkit": ("gem-opkit", "operator kit", True),
-    "gem_jagged": ("gem-jagged", "jagged operators", True),
-    "gem_precision": ("gem-precision", "number formats", True),
-    "gem_parallel": ("gem-parallel", "ranks", True),
-    "gem_attention": ("gem-attention", "attention operators", True),
-    "gem_embeddings": ("gem-embeddings", "tables", True),
-    "triton": ("triton", "GPU kernels; comes with a CUDA build of torch", False),
-    "torchrec": ("torchrec", "sharded tables, extra gem-embeddings[torchrec]", False),
-    "fbgemm_gpu": ("fbgemm-gpu", "needed by torchrec, in the version of torch", False),
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A package that is looked for.
+
+    Attributes:
+        distributions: names under which pip may have installed it; the first one is for advice.
+        use: what it is for.
+        needed: whether a first training run needs it.
+    """
+
+    distributions: tuple[str, ...]
+    use: str
+    needed: bool = True
+
+
+# Import name -> what it is.
+PARTS = {
+    "torch": Part(("torch",), "everything"),
+    "pydantic": Part(("pydantic",), "recipes and contracts"),
+    "numpy": Part(("numpy",), "data and metrics"),
+    "pyarrow": Part(("pyarrow",), "data sets"),
+    "rich": Part(("rich",), "progress"),
+    "typer": Part(("typer",), "the command line"),
+    "tensorboard": Part(("tensorboard",), "curves of a run"),
+    "gem": Part(("gem-trainer",), "data, model, training, this command"),
+    "gem_opkit": Part(("gem-opkit",), "operator kit"),
+    "gem_jagged": Part(("gem-jagged",), "jagged operators"),
+    "gem_precision": Part(("gem-precision",), "number formats"),
+    "gem_parallel": Part(("gem-parallel",), "ranks"),
+    "gem_attention": Part(("gem-attention",), "attention operators"),
+    "gem_embeddings": Part(("gem-embeddings",), "tables"),
+    "triton": Part(("triton",), "GPU kernels; comes with a CUDA build of torch", needed=False),
+    "torchrec": Part(("torchrec",), "sharded tables, extra gem-embeddings[torchrec]", needed=False),
+    "fbgemm_gpu": Part(
+        ("fbgemm-gpu", "fbgemm-gpu-cpu"),
+        "needed by torchrec, in the version of torch",
+        needed=False,
+    ),
 }
+_LOADED_APART = ("torchrec", "fbgemm_gpu")
 _LEAST_TORCH = (2, 11)
-# fbgemm works with exactly one torch, and says so only by an undefined symbol.
+# fbgemm works with exactly one torch, and says so only by an undefined symbol. Its own table.
 _FBGEMM_OF_TORCH = {"2.11": "1.6", "2.12": "1.7", "2.13": "1.8", "2.14": "1.9"}
-_LEAST_MEMORY_BYTES = 3 * 2**30
-_LEAST_DISK_BYTES = 2**30
+_LOAD_TIMEOUT_S = 120
+
+LoadState = Literal["loads", "does not load", "version mismatch", "not installed"]
 
 
-def examine() -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Package:
+    """A package as it was found.
+
+    Attributes:
+        version: None where it is not installed.
+        state: whether it loads.
+        why: the fault of one that does not; otherwise empty.
+        use: what it is for.
+    """
+
+    version: str | None
+    state: LoadState
+    why: str
+    use: str
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """Everything that was found. As JSON: these keys, and those of the classes below.
+
+    Attributes:
+        python: version.
+        platform: system and its version.
+        cuda: version of CUDA that torch was built with; None for a CPU build, or no torch.
+        packages: import name -> package.
+        devices: label, ``cpu`` or ``cuda:0`` and so on -> device.
+        operators: name -> which kernel runs it on which device.
+        formats: number format -> native, emulated or absent on which device.
+        torchrec: torchrec and fbgemm together; ``use`` is empty.
+        triton: Triton; ``use`` is empty.
+        disk: where runs go.
+        problems: texts that say what is wrong and what to do; none: training will run.
+        notes: texts that say what is missing without being needed.
+    """
+
+    python: str
+    platform: str
+    cuda: str | None
+    packages: dict[str, Package]
+    devices: dict[str, Device]
+    operators: dict[str, OperatorFinding]
+    formats: dict[str, FormatFinding]
+    torchrec: Package
+    triton: Package
+    disk: Disk
+    problems: list[str]
+    notes: list[str]
+
+
+def examine(folder: Path = Path("runs")) -> Diagnosis:
     """Look at this installation. Starts no training and changes nothing.
 
-    Returns:
-        ``{python, platform, packages -> name -> {version, use}, devices, memory_bytes,
-        disk_free_bytes, cpus, problems}``. A problem is a text that says what to do.
-    """
-    packages = {name: _examine_part(name) for name in _PARTS}
-    problems = [
-        f"{_PARTS[name][0]} is not installed (needed for {_PARTS[name][1]}); "
-        f"pip install {_PARTS[name][0]}"
-        for name, part in packages.items()
-        if part["version"] is None and _PARTS[name][2]
-    ]
-    devices = _devices(problems)
-    _check_torch(packages, problems)
-    memory_bytes = _memory_bytes()
-    disk_bytes = shutil.disk_usage(Path.cwd()).free
-    if memory_bytes is not None and memory_bytes < _LEAST_MEMORY_BYTES:
-        problems.append(
-            f"this machine has {memory_bytes / 2**30:.1f} GiB of memory; the demo needs 3 GiB"
-        )
-    if disk_bytes < _LEAST_DISK_BYTES:
-        problems.append(f"{disk_bytes / 2**30:.1f} GiB are free in {Path.cwd()}; runs need 1 GiB")
-    return {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "packages": packages,
-        "devices": devices,
-        "memory_bytes": memory_bytes,
-        "disk_free_bytes": disk_bytes,
-        "cpus": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
-        "problems": problems,
-    }
-
-
-def _examine_part(name: str) -> dict[str, str | None]:
-    distribution, use, _ = _PARTS[name]
-    version = None
-    if importlib.util.find_spec(name) is not None:
-        try:
-            version = importlib.metadata.version(distribution)
-            # A loaded module knows more than its metadata: 2.11.0+cu130 names the build.
-            version = getattr(sys.modules.get(name), "__version__", version)
-        except importlib.metadata.PackageNotFoundError:
-            # On the path without being installed: the module may still know its version.
-            module = importlib.import_module(name)
-            version = getattr(module, "__version__", "unknown")
-    return {"version": version, "use": use}
-
-
-def _devices(problems: list[str]) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = [{"name": f"cpu ({platform.machine()})", "memory_bytes": None}]
-    if importlib.util.find_spec("torch") is None:
-        return found
-    try:
-        import torch
-    except OSError as error:
-        problems.append(f"torch does not load ({error}); install it again for this machine")
-        return found
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        found.append({"name": properties.name, "memory_bytes": properties.total_memory})
-    if torch.version.cuda is not None and torch.cuda.device_count() == 0:
-        found.append(
-            {"name": f"none for the CUDA {torch.version.cuda} of torch", "memory_bytes": None}
-        )
-    return found
-
-
-def _check_torch(packages: dict[str, dict[str, str | None]], problems: list[str]) -> None:
-    version = packages["torch"]["version"]
-    if version is None:
-        return
-    parts = version.split("+")[0].split(".")
-    if tuple(int(p) for p in parts[:2]) < _LEAST_TORCH:
-        least = ".".join(map(str, _LEAST_TORCH))
-        problems.append(f"torch is {version}; {least} or newer is needed: pip install -U torch")
-    fbgemm, wanted = packages["fbgemm_gpu"]["version"], _FBGEMM_OF_TORCH.get(".".join(parts[:2]))
-    if fbgemm is not None and wanted is not None and not fbgemm.startswith(f"{wanted}."):
-        problems.append(
-            f"fbgemm-gpu is {fbgemm}, and torch {version} needs {wanted}.*; install torchrec as "
-            "the README of gem-embeddings says"
-        )
-
-
-def _memory_bytes() -> int | None:
-    names = ("SC_PAGE_SIZE", "SC_PHYS_PAGES")
-    if any(name not in os.sysconf_names for name in names):
-        return None
-    page, pages = (os.sysconf(name) for name in names)
-    return page * pages
-
-
-def findings_table(found: dict[str, Any]) -> Table:
-    """The findings as a table.
-
     Args:
-        found: what `examine` returned.
+        folder: where runs go; need not exist.
+
+    Returns:
+        What was found.
     """
-    # Texts hold brackets, as in gem-embeddings[torchrec], which rich would take for its markup.
-    title = Text(f"Python {found['python']} on {found['platform']}", style="table.title")
-    table = Table(title=title)
-    table.add_column("what", overflow="fold")
-    table.add_column("found", overflow="fold")
-    table.add_column("for", overflow="fold")
-    rows = [
-        (name, part["version"] or "not installed", part["use"])
-        for name, part in found["packages"].items()
+    packages = {name: _package(name) for name in PARTS}
+    problems = [
+        _advice(name, found) for name, found in packages.items() if _is_problem(name, found)
     ]
-    for device in found["devices"]:
-        size = device["memory_bytes"]
-        rows.append(("device", device["name"], f"{size / 2**30:.0f} GiB" if size else ""))
-    memory = found["memory_bytes"]
-    rows += [
-        ("memory", f"{memory / 2**30:.1f} GiB" if memory else "unknown", ""),
-        ("disk, free here", f"{found['disk_free_bytes'] / 2**30:.1f} GiB", ""),
-        ("CPU cores", str(found["cpus"]), ""),
-    ]
-    for row in rows:
-        table.add_row(*map(Text, row))
-    for problem in found["problems"]:
-        table.add_row(Text("problem", style="red"), Text(problem), "")
-    if not found["problems"]:
-        table.add_row(Text("all there", style="green"), "gem train synthetic-debug will run", "")
-    return table
+    torch, _ = _loaded("torch")
+    cuda = getattr(getattr(torch, "version", None), "cuda", None)
+    notes: list[str] = []
+    devices, formats = find_devices(torch, cuda, packages["torch"].version, problems)
+    if cuda is not None and len(devices) == 1:
+        notes.append(
+            f"torch is built for CUDA {cuda}, and there is no GPU: training runs on the CPU"
+        )
+    problems += _torch_problems(packages)
+    triton = _triton(packages, devices, problems)
+    operators = tried(lambda: _operators(devices, triton), {}, problems, "operators")
+    torchrec = _torchrec(packages)
+    place = notes if torchrec.state == "not installed" else problems
+    place += _of_torchrec(torchrec)
+    disk = find_disk(folder)
+    problems += resource_problems(devices["cpu"], disk)
+    return Diagnosis(
+        python=platform.python_version(),
+        platform=platform.platform(),
+        cuda=cuda,
+        packages=packages,
+        devices=devices,
+        operators=operators,
+        formats=tried(lambda: format_findings(formats), {}, problems, "number formats"),
+        torchrec=torchrec,
+        triton=triton,
+        disk=disk,
+        problems=problems,
+        notes=notes,
+    )
+
+
+# -- packages ----------------------------------------------------------------------------------
+def _loaded(name: str) -> tuple[Any, str | None]:
+    """A module, or None with the reason why it does not load."""
+    try:
+        return importlib.import_module(name), None
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - it can be broken in any way
+        return None, one_line(error)
+
+
+def _is_there(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError, AttributeError):  # a module that hides its own origin
+        return name in sys.modules
+
+
+def _package(name: str) -> Package:
+    part = PARTS[name]
+    if not _is_there(name):
+        return Package(None, "not installed", "", part.use)
+    version = _installed_version(part.distributions)
+    if name in _LOADED_APART:  # judged together, in `_torchrec`
+        return Package(version or "unknown", "loads", "", part.use)
+    module, fault = _loaded(name)
+    # A loaded module knows more than its metadata: 2.11.0+cu130 names the build.
+    version = str(getattr(module, "__version__", None) or version or "unknown")
+    if fault is not None:
+        return Package(version, "does not load", fault, part.use)
+    return Package(version, "loads", "", part.use)
+
+
+def _installed_version(distributions: tuple[str, ...]) -> str | None:
+    for distribution in distributions:
+        with contextlib.suppress(Exception):  # metadata can be missing or cut short
+            return importlib.metadata.version(distribution)
+    return None
+
+
+def _is_problem(name: str, found: Package) -> bool:
+    return found.state != "loads" and PARTS[name].needed
+
+
+def _advice(name: str, found: Package) -> str:
+    part = PARTS[name]
+    distribution = part.distributions[0]
+    # Ours are not on a registry: they are installed from the repository.
+    fix = (
+        f"install ./packages/{distribution.removeprefix('gem-')} as the README of gem-trainer says"
+        if name == "gem" or name.startswith("gem_")
+        else f"pip install {distribution}"
+    ).replace("packages/trainer", "packages/gem")
+    if found.state == "not installed":
+        return f"{distribution} is not installed (needed for {part.use}); {fix}"
+    again = fix.replace("install ", "install --force-reinstall ", 1)
+    return f"{distribution} {found.version} does not load ({found.why}); {again}"
+
+
+def _torch_problems(packages: dict[str, Package]) -> list[str]:
+    version = packages["torch"].version
+    least = ".".join(map(str, _LEAST_TORCH))
+    if version is None or (major_minor(version) or _LEAST_TORCH) >= _LEAST_TORCH:
+        return []
+    return [f"torch is {version}; {least} or newer is needed: pip install -U torch"]
+
+
+# -- Triton and torchrec -----------------------------------------------------------------------
+def _triton(
+    packages: dict[str, Package], devices: dict[str, Device], problems: list[str]
+) -> Package:
+    found = packages["triton"]
+    on_gpu = any(device.kind == "cuda" for device in devices.values())
+    if on_gpu and found.state != "loads":
+        fault = found.why or "it is not installed"
+        problems.append(
+            f"there is a GPU, and its kernels need triton ({fault}); pip install triton in the "
+            "version that torch names, or install torch again"
+        )
+    return Package(found.version, found.state, found.why, "")
+
+
+def _torchrec(packages: dict[str, Package]) -> Package:
+    """The state of torchrec with fbgemm: versions first, then a process that loads them."""
+    torchrec, fbgemm = packages["torchrec"], packages["fbgemm_gpu"]
+    version = f"torchrec {torchrec.version}, fbgemm-gpu {fbgemm.version}"
+    if torchrec.version is None and fbgemm.version is None:
+        return Package(None, "not installed", "neither torchrec nor fbgemm-gpu is there", "")
+    torch = packages["torch"].version or ""
+    wanted = _FBGEMM_OF_TORCH.get(".".join(torch.split(".")[:2]))
+    if fbgemm.version is None or torchrec.version is None:
+        missing = "torchrec" if torchrec.version is None else "fbgemm-gpu"
+        there = "fbgemm-gpu" if torchrec.version is None else "torchrec"
+        return Package(version, "not installed", f"{there} is there without {missing}", "")
+    if wanted is not None and not fbgemm.version.startswith((f"{wanted}.", "unknown")):
+        why = f"fbgemm-gpu is {fbgemm.version}, and torch {torch} needs {wanted}.*"
+        return Package(version, "version mismatch", why, "")
+    fault = _fault_of_loading(*_LOADED_APART[::-1])
+    if fault is not None:
+        return Package(version, "does not load", fault, "")
+    return Package(version, "loads", "", "")
+
+
+def _of_torchrec(found: Package) -> list[str]:
+    fix = "install torchrec as the README of gem-embeddings says"
+    if found.state == "loads":
+        return []
+    if found.state == "not installed":
+        return [f"{found.why}: tables run on plain torch; for sharded tables {fix}"]
+    return [f"{found.why}; {fix}"]
+
+
+def _fault_of_loading(*names: str) -> str | None:
+    """Load modules in a process of their own: one that does not fit can end its process."""
+    program = "\n".join(f"import {name}" for name in names)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=_LOAD_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return one_line(error)
+    if done.returncode == 0:
+        return None
+    said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    return said[-1] if said else f"the process that loads it ends with {done.returncode}"
+
+
+def _operators(devices: dict[str, Device], triton: Package) -> dict[str, OperatorFinding]:
+    fault = None if triton.state == "loads" else triton.why or "it is not installed"
+    capabilities = {label: device.capability for label, device in devices.items()}
+    return operator_findings(capabilities, triton_fault=fault)

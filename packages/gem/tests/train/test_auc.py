@@ -30,7 +30,7 @@ def test_equals_counting_every_pair(rng):
     score = rng.integers(0, 12, 80).astype(np.float32) / 16 - 0.25  # negative ones and many ties
     positive = rng.uniform(size=80) < 0.4
     value = auc_of(score, positive).value()
-    assert value.auc == pytest.approx(float(pairs(score, positive)), abs=1e-15)
+    assert value.auc == float(pairs(score, positive))
     assert value.error_bound == 0.0
 
 
@@ -72,7 +72,8 @@ def test_more_pairs_than_an_int64_holds():
     for _ in range(33):
         state.merge(AucState.from_arrays(state.to_arrays()))
     assert int(state.positives.sum()) * int(state.negatives.sum()) > 2**63
-    assert state.value().auc == pytest.approx(expected, rel=1e-14)
+    # By hand: 0.4 beats one of three and ties with one, 0.8 beats three. No digit is lost.
+    assert state.value().auc == expected == 0.75
 
 
 def test_the_error_bound_holds_and_is_small(rng):
@@ -214,10 +215,7 @@ def test_blocks_of_ranks_merge_to_the_block_of_all(rng):
         merged.merge(MetricBlock.from_bytes(block.to_bytes(), *names))
     expected, got = whole.report(), merged.report()
     for task in names[0]:
-        for key in ("auc", "gauc", "examples", "positives"):
-            assert got[task][key] == expected[task][key]
-        for key in ("ne", "logloss", "calibration"):
-            assert got[task][key] == pytest.approx(expected[task][key], rel=1e-12)
+        assert got[task] == expected[task]
 
 
 def test_fractional_labels_have_ne_but_no_auc():

@@ -116,13 +116,23 @@ DAMAGE = {
     "no manifest": lambda folder: (folder / "manifest.json").unlink(),
     "manifest of nothing": lambda folder: (folder / "manifest.json").write_text('{"files": {}}'),
     "manifest without keys": lambda folder: (folder / "manifest.json").write_text(
-        json.dumps({"files": {".metadata": (folder / ".metadata").stat().st_size}})
+        json.dumps(
+            {"files": {".metadata": {"bytes": (folder / ".metadata").stat().st_size, "crc32": 0}}}
+        )
     ),
     "manifest cut short": lambda folder: (folder / "manifest.json").write_text('{"files": {'),
     "data cut short": lambda folder: truncate(next(folder.glob("*.distcp"))),
     "data missing": lambda folder: next(folder.glob("*.distcp")).unlink(),
     "empty": lambda folder: (shutil.rmtree(folder), folder.mkdir()),
+    # One digit of a plausible manifest: the run would go on from another step.
+    "step changed": lambda folder: change(folder / "manifest.json", b'"step": 3', b'"step": 2'),
 }
+
+
+def change(path, before, after):
+    content = path.read_bytes()
+    assert content.count(before) == 1
+    path.write_bytes(content.replace(before, after))
 
 
 def truncate(path):
@@ -151,7 +161,7 @@ def test_a_save_that_dies_leaves_the_previous_checkpoint(tiny, tmp_path, monkeyp
     if moment == "while saving":
         monkeypatch.setattr(checkpoint.dcp, "save", die)
     else:
-        monkeypatch.setattr(checkpoint.json, "dumps", die)
+        monkeypatch.setattr(checkpoint, "write_manifest", die)
     with pytest.raises(KeyboardInterrupt):
         save(tmp_path, make_state(1, steps=3), tiny())
     monkeypatch.undo()
@@ -189,7 +199,7 @@ def test_another_format_is_refused(tiny, tmp_path):
     folder = save(tmp_path, make_state(1, steps=1), tiny())
     manifest = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps({**manifest, "format": 99}))
-    with pytest.raises(DataError, match="format must be 1; got 99"):
+    with pytest.raises(DataError, match=r"format of .*step-1 must be 2; got 99"):
         read_manifest(folder)
 
 
@@ -266,7 +276,50 @@ def test_other_faults_of_a_save_keep_their_traceback(tiny, tmp_path, monkeypatch
         save(tmp_path, make_state(1, steps=3), tiny())
 
 
-def test_damage_that_keeps_the_size_is_named(tiny, tmp_path):
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("place", [0, 0.5, -1])
+def test_a_flipped_bit_that_keeps_the_size_is_named(tiny, tmp_path, name, place):
+    """Sizes are as they were, and torch would load most of it without a word."""
+    folder = save(tmp_path, make_state(1, steps=2), tiny())
+    assert folder.joinpath(name).exists()
+    flip_bit(folder / name, place)
+    assert latest_complete(tmp_path) == folder
+    state = make_state(1)
+    before = contents(state)
+    with pytest.raises(DataError) as caught:
+        load_checkpoint(folder, state, World())
+    assert f"checkpoint: {folder / name} must hold what was written (CRC-32 " in str(caught.value)
+    assert f"; remove {folder}, so that the checkpoint before it is used" in str(caught.value)
+    assert contents(state) == before
+    shutil.rmtree(folder)
+
+
+def flip_bit(path, place):
+    content = bytearray(path.read_bytes())
+    content[int(place * len(content))] ^= 0x10
+    path.write_bytes(content)
+
+
+def load_refused_on_rank(world, folder):
+    try:
+        load_checkpoint(folder, make_state(5), world)
+    except DataError as fault:
+        return str(fault)
+    return None
+
+
+def test_every_rank_refuses_what_one_of_them_found(tiny, tmp_path):
+    folder = save(tmp_path, make_state(1, steps=2), tiny())
+    assert len(read_manifest(folder)["files"]) == 2  # so each of two ranks reads one
+    flip_bit(folder / "__0_0.distcp", 0.5)
+    refusals = run_ranks(load_refused_on_rank, 2, folder)
+    assert refusals[0] == refusals[1] is not None
+    assert "__0_0.distcp must hold what was written" in refusals[0]
+
+
+def test_damage_that_no_checksum_knows_of_is_named(tiny, tmp_path, monkeypatch):
+    """Written so, with the checksum of what was written: by a fault of memory, or of torch."""
+    monkeypatch.setattr(checkpoint, "check_content", lambda *_: None)
     folder = save(tmp_path, make_state(1, steps=2), tiny())
     path = folder / ".metadata"
     path.write_bytes(bytes(byte ^ 0xFF for byte in path.read_bytes()))

@@ -54,11 +54,19 @@ def final_tensors(folder):
     return tensors
 
 
+def diagnostics(folder):
+    """What a run leaves for its report, but for when and how fast it ran."""
+    found = json.loads((folder / "diagnostics.json").read_text())
+    assert found.pop("process")["starts"]
+    return found
+
+
 def check_same_run(folder, summary, unbroken):
-    """Equal in every metric, every row of the log, and every bit of the last checkpoint."""
+    """Equal in every metric, every record, and every bit of the last checkpoint."""
     other, expected = unbroken
     assert results(summary) == results(expected)
     assert log_rows(folder) == log_rows(other)
+    assert diagnostics(folder) == diagnostics(other)
     got, wanted = final_tensors(folder), final_tensors(other)
     assert got.keys() == wanted.keys()
     unequal = [name for name in got if not torch.equal(got[name], wanted[name])]
@@ -202,6 +210,7 @@ def test_the_run_folder_holds_what_was_promised(unbroken):
     folder, summary = unbroken
     assert {path.name for path in folder.iterdir()} == {
         *("config.toml", "metrics.jsonl", "tensorboard", "checkpoints", "summary.json"),
+        *("diagnostics.json", "report.html"),
     }
     assert json.loads((folder / "summary.json").read_text()) == summary
     assert list(summary) == [

@@ -18,6 +18,8 @@ from gem_opkit.errors import DataError, refusal
 
 # The difference of two such times, and one shifted by a time zone, still fit in int64.
 MOST_MS = 2**62 - 1
+# What Arrow raises where bytes are not what they should be; names in a footer may be no text.
+_DAMAGE = (pa.ArrowException, OSError, UnicodeDecodeError, OverflowError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +49,13 @@ class Column:
         values: one a row, or for lists the elements of all rows.
         offsets: for lists, where each row begins in `values`, int64, one more than rows.
         missing: how many values were null (or NaN, for numbers) and filled.
+        filled: which ones, bool, one a value; None where nobody asked for it.
     """
 
     values: np.ndarray
     offsets: np.ndarray | None = None
     missing: int = 0
+    filled: np.ndarray | None = None
 
     @property
     def rows(self) -> int:
@@ -94,15 +98,18 @@ def count_rows(files: Sequence[Path]) -> int:
     Raises:
         DataError: a file cannot be read.
     """
-    return sum(_open(file).metadata.num_rows for file in files)
+    return sum(open_parquet(file).metadata.num_rows for file in files)
 
 
-def read_columns(files: Sequence[Path], requests: Sequence[ColumnRequest]) -> dict[str, Column]:
+def read_columns(
+    files: Sequence[Path], requests: Sequence[ColumnRequest], *, mark_filled: bool = False
+) -> dict[str, Column]:
     """Read columns of a part, row group by row group.
 
     Args:
         files: in order; a file without rows is normal.
         requests: what to read; nothing else is decoded.
+        mark_filled: also keep which values were filled.
 
     Returns:
         name -> column over all files.
@@ -113,34 +120,55 @@ def read_columns(files: Sequence[Path], requests: Sequence[ColumnRequest]) -> di
 
     Cost: the files are memory-mapped; memory is that of the columns asked for, plus one row group.
     """
-    chunks: dict[str, list[tuple[np.ndarray, np.ndarray | None]]] = {r.name: [] for r in requests}
-    missing = dict.fromkeys(chunks, 0)
+    chunks: dict[str, list[_Chunk]] = {r.name: [] for r in requests}
     for file in files:
-        parquet = _open(file)
+        parquet = open_parquet(file)
         _check_names(file, parquet.schema_arrow.names, requests)
         first_row = 0
         for group in range(parquet.num_row_groups):
             table = _row_group(parquet, file, group, list(chunks))
             for request in requests:
                 where = _Place(file, first_row, request)
-                values, lengths, filled = _decode(table.column(request.name), where)
-                chunks[request.name].append((values, lengths))
-                missing[request.name] += filled
+                chunk = _decode(table.column(request.name), where)
+                chunks[request.name].append(chunk if mark_filled else chunk.unmarked())
             first_row += table.num_rows
-    return {r.name: _joined(chunks[r.name], r, missing[r.name]) for r in requests}
+    return {r.name: _joined(chunks[r.name], r, mark_filled=mark_filled) for r in requests}
 
 
-def _open(file: Path) -> pq.ParquetFile:
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """A column in one row group."""
+
+    values: np.ndarray
+    lengths: np.ndarray | None
+    missing: int
+    filled: np.ndarray | None
+
+    def unmarked(self) -> "_Chunk":
+        return _Chunk(self.values, self.lengths, self.missing, None)
+
+
+def open_parquet(file: Path) -> pq.ParquetFile:
+    """Open a Parquet file and decode its footer.
+
+    Args:
+        file: the file.
+
+    Raises:
+        DataError: it is no Parquet file, or a damaged one.
+    """
     try:
-        return pq.ParquetFile(file, memory_map=True)
-    except (pa.ArrowException, OSError) as fault:
+        parquet = pq.ParquetFile(file, memory_map=True)
+        _ = parquet.schema_arrow  # decoded on demand, with faults of its own
+    except _DAMAGE as fault:
         raise _not_whole(file, fault) from fault
+    return parquet
 
 
 def _row_group(parquet: pq.ParquetFile, file: Path, group: int, names: list[str]) -> pa.Table:
     try:
         return parquet.read_row_group(group, columns=names)
-    except (pa.ArrowException, OSError) as fault:  # a damaged page says nothing of its file
+    except _DAMAGE as fault:  # a damaged page says nothing of its file
         raise _not_whole(file, fault) from fault
 
 
@@ -198,37 +226,52 @@ class _Place:
         )
 
 
-def _decode(column: pa.ChunkedArray, where: _Place) -> tuple[np.ndarray, np.ndarray | None, int]:
-    """Values, list lengths (None for plain columns) and how many nulls were filled."""
-    array = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
+def _decode(column: pa.ChunkedArray, where: _Place) -> _Chunk:
+    array = _one_array(column)
     if where.request.kind == "ids":
         return _decode_lists(array, where)
-    values, missing = _decode_flat(array, where, owners=None)
-    return values, None, missing
+    values, filled = _decode_flat(array, where, owners=None)
+    return _Chunk(values, None, int(filled.sum()), filled)
 
 
-def _decode_lists(array: pa.Array, where: _Place) -> tuple[np.ndarray, np.ndarray, int]:
+def _one_array(column: pa.ChunkedArray) -> pa.Array:
+    """All of a column; categories, as pandas writes them, become what they stand for."""
+    chunks = column.chunks
+    if pa.types.is_dictionary(column.type):
+        chunks = [chunk.dictionary_decode() for chunk in chunks]
+        return pa.concat_arrays(chunks) if chunks else pa.array([], column.type.value_type)
+    return pa.concat_arrays(chunks) if chunks else pa.array([], column.type)
+
+
+def _decode_lists(array: pa.Array, where: _Place) -> _Chunk:
     if pa.types.is_null(array.type):
         array = array.cast(pa.list_(pa.int64()))
-    if not (pa.types.is_list(array.type) or pa.types.is_large_list(array.type)):
+    lists = pa.types.is_list(array.type) or pa.types.is_large_list(array.type)
+    # Told here and not by the elements: there may be none, and Arrow computes with few other types.
+    inner = array.type.value_type if lists else None
+    if inner is None or not (pa.types.is_integer(inner) or pa.types.is_null(inner)):
         raise where.error("hold lists of integers", array.type)
+    if pa.types.is_null(inner):
+        array = array.cast(pa.list_(pa.int64()))
     # A missing list is one missing value, not an empty list: the model sees the fill.
     one_null = pa.scalar([None], type=array.type)
     array = pc.call_function("if_else", [array.is_null(), one_null, array])
     lengths = array.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
     owners = np.repeat(np.arange(len(lengths)), lengths)
-    values, missing = _decode_flat(array.flatten(), where, owners=owners)
-    return values, lengths, missing
+    values, filled = _decode_flat(array.flatten(), where, owners=owners)
+    return _Chunk(values, lengths, int(filled.sum()), filled)
 
 
 def _decode_flat(
     array: pa.Array, where: _Place, *, owners: np.ndarray | None
-) -> tuple[np.ndarray, int]:
+) -> tuple[np.ndarray, np.ndarray]:
+    """Values, and which of them were missing."""
     kind = where.request.kind
     integers = kind in ("id", "ids", "time")
     null = pa.types.is_null(array.type)
     if integers and not (pa.types.is_integer(array.type) or null):
-        raise where.error("hold integers", array.type)
+        unit = ", milliseconds since 1970" if kind == "time" else ""
+        raise where.error(f"hold integers{unit}", array.type)
     numeric = pa.types.is_integer(array.type) or pa.types.is_floating(array.type)
     if not integers and not (numeric or null or pa.types.is_boolean(array.type)):
         raise where.error("hold numbers", array.type)
@@ -237,14 +280,13 @@ def _decode_flat(
         values = _as_int64(array, where, owners)
     else:
         values = array.cast(pa.float32(), safe=False).to_numpy(zero_copy_only=False)
-    missing = int(is_missing.sum())
-    if missing:
+    if is_missing.any():
         if where.request.fill is None and kind != "label":
             raise where.error("not be null", "null", _row(is_missing, owners))
         fill = np.nan if kind == "label" else where.request.fill
         values = np.where(is_missing, np.asarray(fill, values.dtype), values)
     _check_values(values, where, owners)
-    return values, missing
+    return values, is_missing
 
 
 def _as_int64(array: pa.Array, where: _Place, owners: np.ndarray | None) -> np.ndarray:
@@ -285,13 +327,14 @@ def _row(bad: np.ndarray, owners: np.ndarray | None) -> int:
     return element if owners is None else int(owners[element])
 
 
-def _joined(
-    chunks: list[tuple[np.ndarray, np.ndarray | None]], request: ColumnRequest, missing: int
-) -> Column:
+def _joined(chunks: list[_Chunk], request: ColumnRequest, *, mark_filled: bool) -> Column:
     dtype = np.int64 if request.kind in ("id", "ids", "time") else np.float32
-    values = np.concatenate([np.empty(0, dtype), *(chunk[0] for chunk in chunks)])
+    values = np.concatenate([np.empty(0, dtype), *(chunk.values for chunk in chunks)])
+    missing = sum(chunk.missing for chunk in chunks)
+    marks = [chunk.filled for chunk in chunks if chunk.filled is not None]
+    filled = np.concatenate([np.empty(0, bool), *marks]) if mark_filled else None
     if request.kind != "ids":
-        return Column(values, None, missing)
+        return Column(values, None, missing, filled)
     zero = np.zeros(1, np.int64)
-    lengths = np.concatenate([zero, *(c[1] for c in chunks if c[1] is not None)])
-    return Column(values, np.cumsum(lengths), missing)
+    lengths = np.concatenate([zero, *(c.lengths for c in chunks if c.lengths is not None)])
+    return Column(values, np.cumsum(lengths), missing, filled)

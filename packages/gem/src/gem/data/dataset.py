@@ -10,6 +10,7 @@ Left out: joins (`gem.data.join`) and batches (`gem.data.reader`).
 import shutil
 import tomllib
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,8 +22,8 @@ from pydantic import ValidationError
 
 from gem.contract_faults import explain
 from gem.data.columns import Column, ColumnRequest, count_rows, part_files, read_columns
-from gem.data.features import (
-    DatasetSpec,
+from gem.data.features import DatasetSpec
+from gem.data.fields import (
     EventIdField,
     EventNumberField,
     IdField,
@@ -152,6 +153,8 @@ class Dataset:
             raise ConfigError(f"gem data: no entity {name!r}{nearest(name, known)}")
         key_table = next(f.table for f in self.spec.examples.ids if f.name == spec.key)
         declared = {spec.key: ColumnRequest(spec.key, "id", None, self._id_rows(key_table))}
+        if spec.valid_from is not None:
+            declared[spec.valid_from] = ColumnRequest(spec.valid_from, "time")
         declared |= self._field_requests((*spec.ids, *spec.numbers))
         wanted = [spec.key, *(declared if names is None else names)]
         requests = _chosen(dict.fromkeys(wanted), declared, f"entity {name!r}")
@@ -167,7 +170,7 @@ class Dataset:
     def _example_requests(self) -> dict[str, ColumnRequest]:
         spec = self.spec.examples
         declared = self._field_requests((*spec.ids, *spec.numbers))
-        declared.setdefault(spec.user, ColumnRequest(spec.user, "id"))
+        declared[spec.user] = _never_null(declared, spec.user)
         declared[spec.time] = ColumnRequest(spec.time, "time")
         for label in spec.labels:
             declared[label.name] = ColumnRequest(label.name, "label")
@@ -178,11 +181,14 @@ class Dataset:
         return declared
 
     def _event_requests(self, spec: StreamSpec) -> dict[str, ColumnRequest]:
-        return {
+        declared = {
             spec.user: ColumnRequest(spec.user, "id"),
             spec.time: ColumnRequest(spec.time, "time"),
-            **self._field_requests((*spec.ids, *spec.numbers)),
         }
+        if spec.untimed is not None:
+            declared[spec.untimed] = ColumnRequest(spec.untimed, "id", None, rows=2)
+        fields = self._field_requests((*spec.ids, *spec.numbers))
+        return declared | fields | {spec.user: _never_null(fields, spec.user)}
 
     def _field_requests(
         self, fields: Iterable[IdField | EventIdField | NumberField | EventNumberField]
@@ -210,6 +216,11 @@ class Dataset:
                 f"in time order; got {time_ms[row]} after {time_ms[row - 1]} in row {row} over "
                 f"all files; sort the examples by time"
             )
+
+
+def _never_null(fields: Mapping[str, ColumnRequest], user: str) -> ColumnRequest:
+    """The request for a user column: a fill would give one person's history to another."""
+    return replace(fields.get(user, ColumnRequest(user, "id")), fill=None)
 
 
 def _chosen(

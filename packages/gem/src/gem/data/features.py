@@ -3,9 +3,6 @@
 `DatasetSpec` is the contract of `dataset.toml`, beside the Parquet files of a data set at rest.
 `DataSpec` is the `[data]` section of a recipe. Both speak of names; `gem.data.reader` resolves
 them against each other once, and derives the `BatchSchema` from which the model is built.
-
-Left out, and refused as unknown keys: streams that are the union of others, events without
-times, entity rows that begin to hold at some time.
 """
 
 from collections.abc import Iterable
@@ -13,132 +10,24 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
+from gem.data.fields import (
+    EntitySpec,
+    EventIdField,
+    ExamplesSpec,
+    IdField,
+    IdTable,
+    Name,
+    SplitSpec,
+    StreamSpec,
+    UnionSpec,
+)
 from gem.data.names import nearest
 from gem.data.statistics.spec import StatisticSpec
 from gem.data.synthetic_spec import SyntheticSpec
 from gem_opkit.contract import Contract
 from gem_opkit.errors import ConfigError, refusal
 
-Name = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$", max_length=64)]
-
-
 _Named = TypeVar("_Named", "IdTable", "StreamSpec", "SplitSpec")
-
-
-class IdTable(Contract):
-    """An id space that inputs share: what their ids index."""
-
-    name: Name
-    num_embeddings: int = Field(gt=0, description="rows; for hashed ids the default, see DataSpec")
-    id_space: Literal["row", "hash"] = Field(
-        default="row",
-        description="row: ids are 0 .. num_embeddings-1, checked; hash: any int64",
-    )
-    values: tuple[str, ...] = Field(
-        default=(), description="what each id stands for, in id order; empty where ids are opaque"
-    )
-
-    @model_validator(mode="after")
-    def _values_fit(self) -> "IdTable":
-        if self.values and len(self.values) != self.num_embeddings:
-            raise ValueError(
-                f"table {self.name!r}: values must name each of the {self.num_embeddings} rows; "
-                f"got {len(self.values)}"
-            )
-        return self
-
-
-class IdField(Contract):
-    """A categorical column of an example or an entity."""
-
-    name: Name
-    table: Name
-    multi: bool = Field(default=False, description="a list of ids; an empty list holds none")
-    fill: int = Field(default=0, description="id that stands for a missing value")
-
-
-class NumberField(Contract):
-    """A continuous column."""
-
-    name: Name
-    fill: float = Field(default=0.0, description="value that stands for a missing one")
-    unit: str = ""
-    offset: float = Field(default=0.0, description="a typical value; see NumberTransform")
-    scale: float = Field(default=1.0, gt=0, description="a typical spread; see NumberTransform")
-
-
-class EventIdField(Contract):
-    """A categorical column of an event; one id an event."""
-
-    name: Name
-    table: Name
-    fill: int = Field(default=0, description="id that stands for a missing value")
-    visible_after_ms: int = Field(
-        default=0, ge=0, description="until this long after the event the field reads `unknown`"
-    )
-    unknown: int = Field(default=0, description="id of a value that is not visible yet")
-
-
-class EventNumberField(Contract):
-    """A continuous column of an event."""
-
-    name: Name
-    fill: float = Field(default=0.0, description="value that stands for a missing one")
-    unit: str = ""
-    offset: float = Field(default=0.0, description="a typical value; see NumberTransform")
-    scale: float = Field(default=1.0, gt=0, description="a typical spread; see NumberTransform")
-    visible_after_ms: int = Field(
-        default=0, ge=0, description="until this long after the event the field reads `unknown`"
-    )
-    unknown: float = Field(default=0.0, description="value of a field that is not visible yet")
-
-
-class EntitySpec(Contract):
-    """Static features, one row a user or an item, in `entities/<name>/*.parquet`."""
-
-    name: Name
-    key: Name = Field(description="id column of the files, and the input that it is joined by")
-    ids: tuple[IdField, ...] = ()
-    numbers: tuple[NumberField, ...] = ()
-
-
-class StreamSpec(Contract):
-    """The event log of the users, in `events/<name>/*.parquet`."""
-
-    name: Name
-    user: Name = "user_id"
-    time: Name = Field(default="time_ms", description="milliseconds since 1970, int64")
-    ids: tuple[EventIdField, ...] = ()
-    numbers: tuple[EventNumberField, ...] = ()
-
-
-class LabelSpec(Contract):
-    """A target column of the examples: a number in [0, 1], null where it is unknown."""
-
-    name: Name
-    description: str = ""
-
-
-class ExamplesSpec(Contract):
-    """The impressions, in time order, in `examples/*.parquet`."""
-
-    rows: int = Field(ge=0, description="number of examples over all files")
-    user: Name = "user_id"
-    time: Name = Field(default="time_ms", description="milliseconds since 1970, int64")
-    item: Name | None = Field(default=None, description="id column of the candidate")
-    ids: tuple[IdField, ...] = ()
-    numbers: tuple[NumberField, ...] = ()
-    labels: tuple[LabelSpec, ...] = Field(min_length=1)
-    domain: Name | None = Field(default=None, description="column that indexes `domains`")
-    weight: Name | None = Field(default=None, description="column of example weights, >= 0")
-
-
-class SplitSpec(Contract):
-    """A named range of example rows, `start` inclusive, `stop` exclusive."""
-
-    name: Name
-    start: int = Field(ge=0)
-    stop: int = Field(ge=0)
 
 
 class DatasetSpec(Contract):
@@ -174,6 +63,9 @@ class DatasetSpec(Contract):
             _unique(f"id field of {owner}", (field.name for field in fields))
             for field in fields:
                 _check_id_field(owner, field, tables)
+        for stream in self.streams:
+            if stream.also is not None:
+                _check_union(stream, stream.also, {one.name: one for one in self.streams})
         own_ids = {field.name for field in self.examples.ids}
         joined = {self.examples.user, *(entity.key for entity in self.entities)}
         for field in self.examples.ids:
@@ -406,6 +298,34 @@ def _check_id_field(owner: str, field: IdField | EventIdField, tables: dict[str,
             raise ValueError(
                 f"{owner}: {word} of field {field.name!r} must be a row of table "
                 f"{table.name!r}, 0 .. {table.num_embeddings - 1}; got {value}"
+            )
+
+
+def _check_union(stream: StreamSpec, also: UnionSpec, streams: dict[str, StreamSpec]) -> None:
+    """A union reads every field of its own from the other stream, and learns nothing earlier."""
+    where, other = f"stream {stream.name!r}: also", streams.get(also.stream)
+    if other is None or other.also is not None or other is stream:
+        raise ValueError(
+            f"{where}.stream must be another stream that is no union itself; got {also.stream!r}"
+            f"{nearest(also.stream, (name for name in streams if name != stream.name))}"
+        )
+    test = next((field for field in other.ids if field.name == also.field), None)
+    if test is None:
+        raise ValueError(
+            f"{where}.field must be an id field of the stream {other.name!r}; got {also.field!r}"
+            f"{nearest(also.field, (field.name for field in other.ids))}"
+        )
+    if test.visible_after_ms and test.unknown in also.values:
+        raise ValueError(
+            f"{where}.values must be ids that the field shows once it is visible; got "
+            f"{test.unknown}, which stands for unknown; remove it"
+        )
+    known = {field.name: field for field in (*other.ids, *other.numbers)}
+    for field in (*stream.ids, *stream.numbers):
+        if known.get(field.name) != field:
+            raise ValueError(
+                f"{where}: field {field.name!r} must be declared as in the stream {other.name!r}, "
+                f"whose events are taken; got another declaration or none there"
             )
 
 

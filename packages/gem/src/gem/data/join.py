@@ -3,6 +3,10 @@
 An example at time t sees the last `max_events` events of its user with time strictly before t,
 oldest first; events of equal time keep their file order. The log is indexed once; after that a
 batch costs a vectorised bisection and slices, with no loop over examples.
+
+Two kinds of events differ. One is seen later than its time says (`seen_after`): it is ordered by
+when it is seen. The other has no time of its own (`untimed`): it comes before the user's other
+events, and all of a user's are seen from one time on.
 """
 
 from dataclasses import dataclass
@@ -29,33 +33,52 @@ class History:
 
 
 class EventIndex:
-    """A stream's events, ordered by user, then time, then file order.
+    """A stream's events, ordered by user, untimed first, then by when seen, then file order.
 
     Attributes:
         order: row in the files of each event in index order, int64; None where the files have
             that order already, which saves a copy of every column.
         times: times in index order, int64.
+        untimed: in index order, which events have no time of their own; None: all have one.
 
     Args:
         users: user of each event, int64, in file order.
         times: time of each event in ms, int64, in file order.
+        seen_after: strictly after which time each event is seen, int64, at least its time; None:
+            after its time.
+        untimed: bool, in file order; the times of a user's are equal. None: there are none.
 
     Cost: one stable sort; none where the files are sorted by user and time.
     """
 
-    def __init__(self, users: np.ndarray, times: np.ndarray) -> None:
-        later = users[1:] > users[:-1]
-        same = users[1:] == users[:-1]
-        if bool(np.all(later | (same & (times[1:] >= times[:-1])))):
-            self.order: np.ndarray | None = None
-            self.times = times
-        else:
-            self.order = np.lexsort((times, users))  # stable: file order decides last
-            users = users[self.order]
-            self.times = times[self.order]
+    def __init__(
+        self,
+        users: np.ndarray,
+        times: np.ndarray,
+        *,
+        seen_after: np.ndarray | None = None,
+        untimed: np.ndarray | None = None,
+    ) -> None:
+        self.order: np.ndarray | None = None
+        self.untimed = untimed
+        seen = times if seen_after is None else seen_after
+        # Within a user: untimed events first, and these in file order, as their times are equal.
+        part = users if untimed is None else ~untimed
+        same = (users[1:] == users[:-1]) & (part[1:] == part[:-1])
+        later = (users[1:] > users[:-1]) | ((users[1:] == users[:-1]) & (part[1:] > part[:-1]))
+        if not bool(np.all(later | (same & (seen[1:] >= seen[:-1])))):
+            # Stable: file order decides last.
+            order = np.lexsort((seen, part, users))
+            self.order, users, times, seen = order, users[order], times[order], seen[order]
+            self.untimed = None if untimed is None else untimed[order]
+        self.times, self._seen = times, seen
         starts = np.flatnonzero(np.r_[True, users[1:] != users[:-1]]) if len(users) else []
         self._starts = np.append(np.asarray(starts, np.int64), len(users))
         self._users = users[self._starts[:-1]]
+        # Where each user's own times begin.
+        self._timed = self._starts[:-1]
+        if self.untimed is not None and len(users):
+            self._timed = self._timed + np.add.reduceat(self.untimed, self._timed, dtype=np.int64)
 
     def in_order(self, column: np.ndarray) -> np.ndarray:
         """Bring a column of the stream into index order.
@@ -84,9 +107,15 @@ class EventIndex:
         if not len(self._users):
             return History(np.empty(0, np.int64), np.zeros(len(users) + 1, np.int64))
         place = np.minimum(np.searchsorted(self._users, users), len(self._users) - 1)
-        first, end = self._starts[place], self._starts[place + 1]
-        end = np.where(self._users[place] == users, end, first)
-        stop = first_at_or_after(self.times, first, end, times)
+        has = self._users[place] == users
+        first = timed = self._starts[place]
+        end = np.where(has, self._starts[place + 1], first)
+        if self.untimed is not None:
+            # All of a user's untimed events are seen, or none.
+            timed = np.where(has, self._timed[place], first)
+            seen = (timed > first) & (self._seen[first] < times)
+            first = np.where(seen, first, timed)
+        stop = first_at_or_after(self._seen, timed, end, times)
         start = np.maximum(first, stop - max_events)
         offsets = np.zeros(len(users) + 1, np.int64)
         np.cumsum(stop - start, out=offsets[1:])

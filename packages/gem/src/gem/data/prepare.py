@@ -6,13 +6,14 @@ from pathlib import Path
 
 from gem.data.dataset import SPEC_FILE, Dataset
 from gem.data.features import DatasetSpec, DataSpec
+from gem.data.kuairand import write_kuairand
 from gem.data.movielens import write_movielens_100k
 from gem.data.names import nearest
 from gem.data.synthetic import write_synthetic
 from gem.data.synthetic_spec import SyntheticSpec
 from gem_opkit.errors import ConfigError, DataError, refusal
 
-NAMES = ("movielens-100k", "synthetic")
+NAMES = ("movielens-100k", "kuairand", "synthetic")
 
 
 def default_folder(data: DataSpec, root: Path) -> Path:
@@ -47,7 +48,8 @@ def prepare(
     Args:
         name: one of `NAMES`.
         out: folder of the data set.
-        source: folder with the raw files, for `movielens-100k`; none: they are downloaded.
+        source: folder with the raw files. None: those of `movielens-100k` are downloaded, and those
+            of `kuairand` are in the folder that GEM_KUAIRAND names.
         options: of the generator, for `synthetic`; none: the defaults.
 
     Returns:
@@ -77,7 +79,10 @@ def prepare(
         return _existing(out, name, wanted)
     if name == "synthetic":
         return write_synthetic(out, options or SyntheticSpec())
-    return write_movielens_100k(out, source=None if source is None else Path(source))
+    folder = None if source is None else Path(source)
+    if name == "kuairand":
+        return write_kuairand(out, source=folder)
+    return write_movielens_100k(out, source=folder)
 
 
 def provide(data: DataSpec, root: Path) -> DatasetSpec:

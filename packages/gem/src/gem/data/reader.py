@@ -16,10 +16,11 @@ from torch import Tensor
 
 from gem.data.batch import ExampleBatch
 from gem.data.dataset import Dataset
+from gem.data.entity_table import Ids
 from gem.data.features import DatasetSpec, DataSpec, StreamRead
 from gem.data.names import nearest
 from gem.data.schema import BatchSchema
-from gem.data.sources import Ids, Sources
+from gem.data.sources import Sources
 from gem.data.statistics.engine import StatisticsBlock, StatisticsEngine
 from gem.data.stream_reader import StreamReader, id_input
 from gem.data.transforms import apply_transforms, resolved_transforms
@@ -117,6 +118,21 @@ class Reader:
         """
         start, stop = self._bounds(split)
         return stop - start
+
+    def times_ms(self, split: str) -> np.ndarray:
+        """Time of every example of a split, over all ranks, after `max_rows`.
+
+        Args:
+            split: its name.
+
+        Returns:
+            milliseconds since 1970, int64, not falling; not to be written to.
+
+        Raises:
+            ConfigError: the data set has no such split; the message names the nearest.
+        """
+        start, stop = self._bounds(split)
+        return self._sources.times[start:stop]
 
     def steps(self, split: str) -> int:
         """Number of batches in a split; the same on every rank.

@@ -6,190 +6,20 @@ statistics both ask it, so a name means the same thing in both.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
 from gem.data.columns import Column
 from gem.data.dataset import Dataset
-from gem.data.features import (
-    Bucket,
-    DataSpec,
-    DayOfWeek,
-    ElapsedDays,
-    EntitySpec,
-    HourOfDay,
-    IdField,
-    NumberField,
-    StreamSpec,
-)
-from gem.data.join import EventIndex, packed_ranges
+from gem.data.entity_table import EntityTable, IdInfo, Ids, take_ids
+from gem.data.features import Bucket, DataSpec, DayOfWeek, ElapsedDays, HourOfDay
+from gem.data.fields import EntitySpec, IdField, NumberField
 from gem.data.names import nearest
+from gem.data.stream_source import EventField, StreamSource
 from gem_opkit.errors import ConfigError, UnsupportedError, refusal
 
 DAY_MS = 86_400_000
 HOUR_MS = 3_600_000
-
-
-@dataclass(frozen=True, slots=True)
-class Ids:
-    """Ids of B rows: one each, or with offsets (B+1,) several."""
-
-    values: np.ndarray
-    offsets: np.ndarray | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class IdInfo:
-    """The table of an id field, and whether a row has several ids."""
-
-    table: str
-    rows: int
-    id_space: str
-    multi: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class EventField:
-    """A field of the events of a stream.
-
-    Attributes:
-        info: its table; None for a number.
-        take: positions in index order and times to the example in ms -> one value an event.
-    """
-
-    info: IdInfo | None
-    take: Callable[[np.ndarray, np.ndarray], np.ndarray]
-
-
-def take_ids(column: Column, rows: np.ndarray) -> Ids:
-    """The ids of some rows of a column.
-
-    Args:
-        column: single- or multi-valued.
-        rows: int64 (n,), in any order.
-
-    Returns:
-        ids in the order of `rows`, with offsets (n+1,) where the column is multi-valued.
-    """
-    if column.offsets is None:
-        return Ids(column.values[rows])
-    starts, ends = column.offsets[rows], column.offsets[rows + 1]
-    offsets = np.zeros(len(rows) + 1, np.int64)
-    np.cumsum(ends - starts, out=offsets[1:])
-    return Ids(column.values[packed_ranges(starts, offsets)], offsets)
-
-
-class EntityTable:
-    """Static features of an entity; one more row than the files holds the fills.
-
-    Attributes:
-        spec: its contract.
-    """
-
-    def __init__(self, dataset: Dataset, spec: EntitySpec, key: IdInfo) -> None:
-        self.spec = spec
-        self._columns = dataset.entity(spec.name)
-        keys = self._columns[spec.key].values
-        self._rows = len(keys)
-        if key.id_space == "row":
-            self._sorted_keys = None
-            self._row_of_id = np.full(key.rows, self._rows, np.int64)
-            self._row_of_id[keys] = np.arange(self._rows)
-        else:
-            self._row_of_id = np.argsort(keys, kind="stable")
-            self._sorted_keys = keys[self._row_of_id]
-
-    def rows_of(self, ids: np.ndarray) -> np.ndarray:
-        """The row of each id.
-
-        Args:
-            ids: keys of the entity, int64.
-
-        Returns:
-            int64, the same shape; the row of the fills for an id that the entity lacks.
-        """
-        if self._sorted_keys is None:
-            return self._row_of_id[ids]
-        if not self._rows:
-            return np.zeros(len(ids), np.int64)
-        place = np.minimum(np.searchsorted(self._sorted_keys, ids), self._rows - 1)
-        found = self._sorted_keys[place] == ids
-        return np.where(found, self._row_of_id[place], self._rows)
-
-    def id_column(self, field: IdField) -> Column:
-        """A categorical field, by entity row.
-
-        Args:
-            field: of this entity.
-
-        Returns:
-            ids as stored, the fill in the last row.
-        """
-        column = self._columns[field.name]
-        values = np.append(column.values, np.int64(field.fill))
-        if column.offsets is None:
-            return Column(values)
-        return Column(values, np.append(column.offsets, len(values)))
-
-    def number_column(self, field: NumberField) -> np.ndarray:
-        """A continuous field, by entity row.
-
-        Args:
-            field: of this entity.
-
-        Returns:
-            float32, the fill in the last row.
-        """
-        return np.append(self._columns[field.name].values, np.float32(field.fill))
-
-
-class StreamSource:
-    """The events of a stream, in index order.
-
-    Attributes:
-        spec: its contract.
-        index: the point-in-time index.
-    """
-
-    def __init__(self, dataset: Dataset, spec: StreamSpec) -> None:
-        self.spec = spec
-        self._dataset = dataset
-        columns = dataset.events(spec.name, [spec.user, spec.time])
-        self.index = EventIndex(columns[spec.user].values, columns[spec.time].values)
-        self._columns: dict[str, np.ndarray] = {}
-
-    def column(self, name: str) -> np.ndarray:
-        """A field of all events as stored, without regard to visibility.
-
-        Args:
-            name: of the field.
-
-        Returns:
-            one value an event, in index order.
-        """
-        if name not in self._columns:
-            values = self._dataset.events(self.spec.name, [name])[name].values
-            self._columns[name] = self.index.in_order(values)
-        return self._columns[name]
-
-    def visible(self, name: str, events: np.ndarray, gap_ms: np.ndarray) -> np.ndarray:
-        """A field of some events, as it was known when the examples happened.
-
-        Args:
-            name: of the field.
-            events: positions in index order, int64 (T,).
-            gap_ms: time from each event to its example, int64 (T,).
-
-        Returns:
-            (T,): the stored value, or `unknown` where the field was not visible yet.
-        """
-        field = next(f for f in (*self.spec.ids, *self.spec.numbers) if f.name == name)
-        values = self.column(name)[events]
-        if not field.visible_after_ms:
-            return values
-        unknown = np.asarray(field.unknown, values.dtype)
-        return np.where(gap_ms >= field.visible_after_ms, values, unknown)
 
 
 class Sources:
@@ -499,12 +329,16 @@ class Sources:
             ]
             raise _unknown(f"field of stream {stream!r}", name, (*own, *joined))
         entity, kind = held
-        table, key = self.entity_table(entity), entity.key
+        table, key, times = self.entity_table(entity), entity.key, source.index.times
+
+        def rows(events: np.ndarray, gap_ms: np.ndarray) -> np.ndarray:
+            # As the example knows the row, not as it stood at the event.
+            keys = source.visible(key, events, gap_ms)
+            return table.rows_of(keys, times[events] + gap_ms)
+
         if kind == "numbers":
             numbers = self.entity_numbers(name)
-            return EventField(
-                None, lambda events, gap: numbers[table.rows_of(source.visible(key, events, gap))]
-            )
+            return EventField(None, lambda events, gap_ms: numbers[rows(events, gap_ms)])
         column, info = self.entity_ids(name), self.id_info(name)
         if info.multi:
             raise UnsupportedError(
@@ -516,9 +350,7 @@ class Sources:
                     fix="leave it out, or compare it in a statistic of kind 'history'",
                 )
             )
-        return EventField(
-            info, lambda events, gap: column.values[table.rows_of(source.visible(key, events, gap))]
-        )
+        return EventField(info, lambda events, gap_ms: column.values[rows(events, gap_ms)])
 
     def _entity_and_field(self, name: str) -> tuple[EntityTable, IdField | NumberField]:
         for entity in self.dataset.spec.entities:
@@ -530,7 +362,7 @@ class Sources:
     def _rows_in(self, entity: EntitySpec) -> np.ndarray:
         if entity.name not in self._entity_rows:
             keys = self.example_column(entity.key).values
-            self._entity_rows[entity.name] = self.entity_table(entity).rows_of(keys)
+            self._entity_rows[entity.name] = self.entity_table(entity).rows_of(keys, self.times)
         return self._entity_rows[entity.name]
 
     def _clock(self, derived: HourOfDay | DayOfWeek) -> Callable[[np.ndarray], Ids]:

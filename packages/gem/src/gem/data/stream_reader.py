@@ -6,9 +6,11 @@ import numpy as np
 import torch
 
 from gem.data.batch import StreamBatch
+from gem.data.entity_table import IdInfo
 from gem.data.features import NumberTransform, StreamRead
 from gem.data.schema import IdInput, StreamInput
-from gem.data.sources import EventField, IdInfo, Sources
+from gem.data.sources import Sources
+from gem.data.stream_source import EventField
 from gem.data.transforms import apply_transforms
 from gem_jagged.batch import Jagged, Layout
 

@@ -50,8 +50,8 @@ class AucState:
     Args:
         max_bins: most distinct scores that are kept; 16 to 20 bytes each.
 
-    Cost: memory of at most ``2 * max_bins`` scores and counts; a sort of that many every
-    ``max_bins`` examples.
+    Cost: memory of at most ``3 * max_bins`` scores and counts, however many examples come in one
+    call; a sort of that many every ``max_bins`` examples.
     """
 
     def __init__(self, *, max_bins: int = MAX_BINS) -> None:
@@ -73,12 +73,12 @@ class AucState:
         Raises:
             DataError: a score is not finite.
         """
-        if score_B.size == 0:
-            return
-        self._waiting.append((_ordered_bits(score_B), positive_B.astype(np.bool_)))
-        self._waiting_rows += int(score_B.size)
-        if self._waiting_rows >= self.max_bins:
-            self.compact()
+        for start in range(0, score_B.size, self.max_bins):
+            rows = slice(start, start + self.max_bins)
+            self._waiting.append((_ordered_bits(score_B[rows]), positive_B[rows].astype(np.bool_)))
+            self._waiting_rows += int(self._waiting[-1][0].size)
+            if self._waiting_rows >= self.max_bins:
+                self.compact()
 
     def merge(self, other: "AucState") -> None:
         """Add the examples of another part.
@@ -137,8 +137,8 @@ class AucState:
         Returns:
             The value with its error bound, or None with a reason where a class is missing.
 
-        Numerics: counts are int64; pairs are summed in float64 as shares of the whole, so that
-        more than 2^63 pairs do not overflow. No BLAS, whose order of addition depends on threads.
+        Numerics: pairs are counted in whole numbers of any size, and their quotient is rounded
+            once. So the value is the float nearest to the true one of the scores that are kept.
         """
         self.compact()
         positives, negatives = int(self.positives.sum()), int(self.negatives.sum())
@@ -147,10 +147,13 @@ class AucState:
         if positives == 0 or negatives == 0:
             return AucValue(None, ONE_CLASS)
         below = np.cumsum(self.negatives) - self.negatives
-        share = (below + 0.5 * self.negatives) / negatives
-        auc = float(np.sum(self.positives / positives * share))
-        tied = float(np.sum(self.positives / positives * (self.negatives / negatives)))
-        return AucValue(min(auc, 1.0), None, 0.5 * tied if self.dropped_bits else 0.0)
+        twice_the_pairs = 2 * positives * negatives
+        auc = _exact_dot(self.positives, 2 * below + self.negatives) / twice_the_pairs
+        if not self.dropped_bits:
+            return AucValue(auc)
+        tied = _exact_dot(self.positives, self.negatives)
+        # The last term covers the rounding of the two quotients.
+        return AucValue(auc, None, min(tied / twice_the_pairs + 2.0**-52, 1.0))
 
     def to_arrays(self) -> dict[str, NDArray]:
         """Everything that the state holds, as arrays."""
@@ -200,6 +203,11 @@ class GroupedAuc:
     def user_fraction(self) -> float:
         """Share of the users that the value is of; 1 when exact."""
         return 0.5**self.sample_bits
+
+    @property
+    def rows(self) -> int:
+        """Rows that are kept."""
+        return self._rows
 
     def update(
         self,
@@ -281,13 +289,18 @@ class GroupedAuc:
             user, score, positive = user[keep], score[keep], positive[keep]
         if user.size == 0:
             return AucValue(None, NO_EXAMPLES)
-        order = np.lexsort((score, user))
-        user, score, positive = user[order], score[order], positive[order]
-        new_user = np.r_[True, user[1:] != user[:-1]]
-        new_tie = np.flatnonzero(new_user | np.r_[True, score[1:] != score[:-1]])
-        tie_positives = np.add.reduceat(positive.astype(np.int64), new_tie)
-        tie_negatives = np.add.reduceat((~positive).astype(np.int64), new_tie)
-        first_tie = np.flatnonzero(new_user[new_tie])  # where each user begins among the ties
+        # User, score and label in one word: sorting words is many times as fast as sorting rows.
+        words = _dense(user) << np.uint64(33)
+        words |= _ordered_bits(score).astype(np.uint64) << np.uint64(1)
+        words |= positive.astype(np.uint64)
+        words.sort()
+        positive_here = (words & np.uint64(1)).astype(np.int64)
+        words >>= np.uint64(1)
+        new_tie = np.flatnonzero(np.r_[True, words[1:] != words[:-1]])
+        tie_user = words[new_tie] >> np.uint64(32)
+        tie_positives = np.add.reduceat(positive_here, new_tie)
+        tie_negatives = np.diff(np.r_[new_tie, words.size]) - tie_positives
+        first_tie = np.flatnonzero(np.r_[True, tie_user[1:] != tie_user[:-1]])
         below = np.cumsum(tie_negatives) - tie_negatives
         ties_per_user = np.diff(np.r_[first_tie, new_tie.size])
         below = below - np.repeat(below[first_tie], ties_per_user)
@@ -330,6 +343,31 @@ class GroupedAuc:
         return state
 
 
+def _dense(user: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Users as numbers below 2^31 in the same order."""
+    least = int(user.min())
+    if int(user.max()) - least < 2**31:
+        return (user - least).astype(np.uint64)
+    return np.unique(user, return_inverse=True)[1].astype(np.uint64)
+
+
+def _exact_dot(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
+    """The sum of products of non-negative integers, whatever its size.
+
+    In limbs of 21 bits, so that 2^21 products of two limbs fit into an int64.
+    """
+    bits, mask = 21, (1 << 21) - 1
+    total = 0
+    for shift_a in range(0, 63, bits):
+        limb_a = (a >> shift_a) & mask
+        if not limb_a.any():
+            continue
+        for shift_b in range(0, 63, bits):
+            limb_b = (b >> shift_b) & mask
+            total += int((limb_a * limb_b).sum()) << (shift_a + shift_b)
+    return total
+
+
 def _ordered_bits(score_B: NDArray[np.float32]) -> NDArray[np.uint32]:
     """Map float32 to uint32 such that a < b if and only if the bits of a are below those of b."""
     score = score_B.astype(np.float32) + np.float32(0.0)  # turns -0.0 into 0.0
@@ -349,8 +387,10 @@ def _ordered_bits(score_B: NDArray[np.float32]) -> NDArray[np.uint32]:
 
 
 def _sampled(user: NDArray[np.int64], bits: int) -> NDArray[np.bool_]:
-    """Which users stay in a sample of 2^-bits of them: a splitmix64 finaliser, then low bits."""
-    x = user.astype(np.uint64)
+    """Which users stay in a sample of 2^-bits of them: splitmix64, then low bits."""
+    # Without the increment, user 0 would hash to 0 and stay however often the sample is halved;
+    # in many logs that is everybody who is not signed in.
+    x = user.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     x = x ^ (x >> np.uint64(31))

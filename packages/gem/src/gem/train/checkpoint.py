@@ -2,12 +2,13 @@
 
 A checkpoint is a folder of torch.distributed.checkpoint files with a manifest beside them. It is
 written under another name, and renamed once every file and the manifest are on disk. What a
-checkpoint is worth is decided by the manifest: it lists each file with its size, so a folder that
-was cut short, or copied only in part, is never chosen.
+checkpoint is worth is decided by the manifest: it lists each file with its size and checksum, and
+has one of its own. A folder that was cut short, or copied only in part, is never chosen; a file
+whose content has changed is refused when it is loaded.
 
 Every tensor is stored under a name of its own, whole: ``model/<name>``, ``<optimizer>/<parameter>/
-<key>``, ``ema/<name>``, ``metrics/<block>``, ``rng/<rank>``. So a run can be continued on another
-number of ranks; only the random numbers (dropout) then differ.
+<key>``, ``ema/<name>``, ``metrics/<block>``, ``histories/<stream>``, ``rng/<rank>``. So
+a run can be continued on another number of ranks; only the random numbers (dropout) then differ.
 """
 
 import json
@@ -29,6 +30,15 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from gem.config import RunConfig
 from gem.contract_faults import explain
 from gem.train.checkpoint_faults import damage_named, disk_faults_named
+from gem.train.checkpoint_manifest import (
+    FORMAT,
+    check_content,
+    checksums,
+    is_complete,
+    read_manifest,
+    write_manifest,
+)
+from gem.train.history_counts import HistoryCounts
 from gem.train.metrics import MetricBlock, MetricStream
 from gem.train.spec import RESUMABLE_KEYS
 from gem_opkit.errors import ConfigError, DataError, refusal
@@ -37,12 +47,7 @@ from gem_parallel.launch import World
 
 _log = logging.getLogger(__name__)
 
-FORMAT = 1
-MANIFEST = "manifest.json"
 _PARTIAL = "partial-"
-_MANIFEST_KEYS = frozenset(
-    {"format", "step", "examples", "world_size", "dataset", "config", "counters", "scalars"}
-)
 
 
 @dataclass
@@ -57,6 +62,7 @@ class TrainState:
         step: steps done.
         examples: examples trained on, over all ranks.
         counters: sums that the summary needs, such as FLOPs counted so far.
+        histories: lengths of the histories that were trained on.
     """
 
     model: nn.Module
@@ -66,6 +72,7 @@ class TrainState:
     step: int = 0
     examples: int = 0
     counters: dict[str, float] = field(default_factory=dict)
+    histories: HistoryCounts = field(default_factory=lambda: HistoryCounts(()))
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:
@@ -76,23 +83,6 @@ def step_folder(checkpoints: Path, step: int) -> Path:
         step: number of steps done.
     """
     return checkpoints / f"step-{step}"
-
-
-def is_complete(folder: Path) -> bool:
-    """Whether a checkpoint has its manifest and every file in it, with the size listed there.
-
-    Args:
-        folder: a checkpoint.
-    """
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        if not manifest["files"] or not manifest.keys() >= _MANIFEST_KEYS:
-            return False
-        return all(
-            (folder / name).stat().st_size == size for name, size in manifest["files"].items()
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
 
 
 def latest_complete(checkpoints: Path) -> Path | None:
@@ -154,80 +144,30 @@ def save_checkpoint(
     with _one_process_is_meant(), disk_faults_named(partial):
         dcp.save(tensors, storage_writer=dcp.FileSystemWriter(partial), no_dist=world.size == 1)
     barrier(world)
+    files = checksums(partial, world)
     if world.is_first:
+        facts = {
+            "format": FORMAT,
+            "step": state.step,
+            "examples": state.examples,
+            "world_size": world.size,
+            "torch": torch.__version__,
+            "dataset": dataset,
+            "config": config.model_dump(mode="json"),
+            "counters": state.counters,
+            "scalars": scalars,
+            "files": files,
+        }
         with disk_faults_named(partial):
-            _complete(partial, target, state, config, world, scalars=scalars, dataset=dataset)
+            write_manifest(partial, facts)
+            if target.exists():  # left there incomplete, by a copy or a full disk
+                shutil.rmtree(target)
+            partial.rename(target)
         for old in [f for _, f in sorted(_step_folders(checkpoints)) if is_complete(f)][:-keep]:
             # Renamed first: a run that is killed meanwhile leaves no half of a checkpoint behind.
             shutil.rmtree(old.rename(old.with_name(f"{_PARTIAL}{old.name}")))
     barrier(world)
     return target
-
-
-def _complete(
-    partial: Path,
-    target: Path,
-    state: TrainState,
-    config: RunConfig,
-    world: World,
-    *,
-    scalars: Mapping[str, Any],
-    dataset: str,
-) -> None:
-    """Write the manifest beside a checkpoint's files and give the folder its name."""
-    manifest = {
-        "format": FORMAT,
-        "step": state.step,
-        "examples": state.examples,
-        "world_size": world.size,
-        "torch": torch.__version__,
-        "dataset": dataset,
-        "config": config.model_dump(mode="json"),
-        "counters": state.counters,
-        "scalars": scalars,
-        "files": {
-            str(path.relative_to(partial)): path.stat().st_size
-            for path in sorted(partial.rglob("*"))
-            if path.is_file()
-        },
-    }
-    (partial / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-    if target.exists():  # left there incomplete, by a copy or a full disk
-        shutil.rmtree(target)
-    partial.rename(target)
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a complete checkpoint.
-
-    Args:
-        folder: the checkpoint.
-
-    Raises:
-        DataError: the checkpoint is not complete, or of another format.
-    """
-    if not is_complete(folder):
-        raise DataError(
-            refusal(
-                "checkpoint",
-                str(folder),
-                must="be complete: a manifest, and every file that it lists",
-                got="a folder where some are missing or cut short",
-                fix="use an older checkpoint",
-            )
-        )
-    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    if manifest["format"] != FORMAT:
-        raise DataError(
-            refusal(
-                "checkpoint",
-                "format",
-                must=f"be {FORMAT}",
-                got=manifest["format"],
-                fix="use the version of the trainer that wrote it",
-            )
-        )
-    return manifest
 
 
 def check_continues(manifest: Mapping[str, Any], config: RunConfig, dataset: str) -> None:
@@ -290,9 +230,11 @@ def load_checkpoint(folder: Path, state: TrainState, world: World) -> None:
         world: the ranks, as many as wrote it or not.
 
     Raises:
-        DataError: the checkpoint is not complete or does not fit the model.
+        DataError: the checkpoint is not complete, has changed since it was written, or does not
+            fit the model.
     """
     manifest = read_manifest(folder)
+    check_content(folder, manifest, world)
     with damage_named(folder):
         stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     _check_names(stored, state)
@@ -316,6 +258,7 @@ def load_checkpoint(folder: Path, state: TrainState, world: World) -> None:
     state.step, state.examples = manifest["step"], manifest["examples"]
     # Sums over ranks, so exactly one rank keeps them.
     state.counters = dict(manifest["counters"]) if world.is_first else {}
+    state.histories.load(_under(tensors, "histories/"), keep=world.is_first)
     random = _under(tensors, f"rng/{world.rank}/")
     if manifest["world_size"] != world.size:
         _log.warning(
@@ -370,6 +313,7 @@ def _collect(
                     tensors[f"{kind}/{place}"] = value
                 else:
                     scalars[kind][place] = value
+    tensors |= {f"histories/{name}": value for name, value in state.histories.tensors().items()}
     for name, data in state.metrics.state(current).items():
         tensors[f"metrics/{name}"] = torch.from_numpy(data.copy())
     tensors[f"rng/{world.rank}/cpu"] = torch.get_rng_state()

@@ -1,32 +1,20 @@
 """The end of a run: held-out metrics and `summary.json`; and the evaluation of a finished one."""
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from gem.data.reader import Reader
-from gem.train.checkpoint import (
-    check_continues,
-    latest_complete,
-    load_checkpoint,
-    read_manifest,
-)
-from gem.train.evaluate import Predictions, evaluate, write_predictions
+from gem.train.evaluate import Predictions, PredictionsFile, evaluate
 from gem.train.mfu import efficiency
 from gem.train.progress import Display
-from gem.train.run import (
-    CHECKPOINTS,
-    DATA_ROOT,
-    PREDICTIONS_FILE,
-    Run,
-    build_run,
-    read_ahead,
-    read_run_config,
-    reduced_counters,
-    torch_settings,
-)
+from gem.train.run import DATA_ROOT, PREDICTIONS_FILE, Run, read_ahead, reduced_counters
 from gem.train.run_log import RunLog
+from gem.train.saved_run import saved_run
 from gem.train.step import averaged_weights
 from gem.train.summary import (
     SUMMARY_FILE,
@@ -36,9 +24,7 @@ from gem.train.summary import (
     write_json,
 )
 from gem_opkit.ceilings import device_name
-from gem_opkit.errors import DataError, refusal
 from gem_parallel.collectives import all_gather_rows
-from gem_parallel.launch import process_group
 
 HELD_OUT = ("valid", "test")
 
@@ -53,15 +39,14 @@ def finish(run: Run, log: RunLog) -> dict[str, Any]:
     Returns:
         The content of ``summary.json``.
     """
-    held_out, predictions = evaluate_held_out(run, keep_predictions=run.spec.predictions)
+    with predictions_sink(run, run.folder, wanted=run.spec.predictions) as sink:
+        held_out = evaluate_splits(run, HELD_OUT, sink=sink)
     for split, found in held_out.items():
         log.write({"step": run.state.step, "split": split, "metrics": found})
     summary = _summarise(run, held_out)
     if not run.examples_here:
         summary |= costs_of_training(run.folder, summary)
     if run.world.is_first:
-        if predictions:
-            write_predictions(run.folder / PREDICTIONS_FILE, predictions, run.reader.schema)
         write_json(run.folder / SUMMARY_FILE, summary)
     run.display.results(
         summary, domains=f"{run.folder / SUMMARY_FILE}, or gem eval {run.folder} --domains"
@@ -71,40 +56,69 @@ def finish(run: Run, log: RunLog) -> dict[str, Any]:
     return summary
 
 
-def evaluate_held_out(
-    run: Run, *, keep_predictions: bool
-) -> tuple[dict[str, Any], dict[str, Predictions]]:
-    """Score the held-out splits with the weights that evaluation uses.
+def evaluate_splits(
+    run: Run,
+    splits: Sequence[str],
+    *,
+    sink: Callable[[str, Predictions], None] | None = None,
+    embeddings: bool = False,
+) -> dict[str, Any]:
+    """Score splits with the weights that evaluation uses.
 
     Args:
         run: the model and the reader.
-        keep_predictions: also return every row's probabilities.
+        splits: their names; one that the data set does not have is an empty one.
+        sink: gets the split and the predictions of each batch.
+        embeddings: give it what the heads read as well.
 
     Returns:
-        split -> task -> metrics, and split -> predictions where they are wanted.
+        split -> task -> metrics.
     """
-    held_out: dict[str, Any] = {}
-    predictions: dict[str, Predictions] = {}
+    found: dict[str, Any] = {}
     with averaged_weights(run.step.model, run.step.ema):
-        for split in HELD_OUT:
+        for split in splits:
             steps = _steps_if_there(run.reader, split)
             run.display.stage(f"evaluate {split}: {steps} batches")
             source = run.reader.batches(split) if steps else iter(())
             bar = run.display.bar(split, steps)
             with bar, read_ahead(source, run.spec) as batches:
-                block, found = evaluate(
+                block = evaluate(
                     run.step.model,
                     batches,
                     run.reader.schema,
                     run.world,
                     precision=run.step.precision,
                     on_batch=bar.update,
-                    keep_predictions=keep_predictions,
+                    sink=None if sink is None else partial(sink, split),
+                    embeddings=embeddings,
                 )
-            held_out[split] = block.report()
-            if found is not None:
-                predictions[split] = found
-    return held_out, predictions
+            found[split] = block.report()
+            run.held_out[split] = block
+    return found
+
+
+@contextmanager
+def predictions_sink(
+    run: Run, folder: Path, *, wanted: bool
+) -> Iterator[Callable[[str, Predictions], None] | None]:
+    """Collect predictions in ``predictions.parquet`` of a folder, on the first rank.
+
+    Args:
+        run: names tasks and domains.
+        folder: where the file goes.
+        wanted: whether there shall be one.
+
+    Yields:
+        What takes them; None where none are wanted. Every rank has one, as all of them have to
+        gather the rows.
+    """
+    if not wanted:
+        yield None
+    elif not run.world.is_first:
+        yield lambda split, found: None
+    else:
+        with PredictionsFile(folder / PREDICTIONS_FILE, run.reader.schema) as file:
+            yield file.write
 
 
 def _steps_if_there(reader: Reader, split: str) -> int:
@@ -155,49 +169,35 @@ def evaluate_folder(
     show_domains: bool = False,
     data_root: Path = DATA_ROOT,
 ) -> dict[str, Any]:
-    """Evaluate the newest complete checkpoint of a run on the held-out rows.
+    """Evaluate a run on the held-out rows, at its newest complete checkpoint.
 
     Args:
-        folder: the run's folder.
+        folder: the run's folder, or one of its checkpoints.
         display: shows the progress; none: silent.
         keep_predictions: also write ``predictions.parquet`` into the folder.
         show_domains: display the metrics of each domain too; they are returned in any case.
         data_root: as in `train`.
 
     Returns:
-        ``{dataset, recipe, seed, steps, valid, test}``, as in ``summary.json``.
+        ``{dataset, recipe, seed, steps, valid, test}`` as in ``summary.json``, ``checkpoint``,
+        and ``total_steps``: those of the whole run, more than ``steps`` where it is not finished.
 
     Raises:
         ConfigError: the folder holds no run.
         DataError: it has no complete checkpoint, or the data set is missing or malformed.
     """
-    config = read_run_config(folder)
-    with process_group(config.train.device) as world, torch_settings(config.train):
-        display = display if display is not None and world.is_first else Display(None)
-        newest = latest_complete(folder / CHECKPOINTS)
-        if newest is None:
-            raise DataError(
-                refusal(
-                    "gem eval",
-                    "RUN",
-                    must="have a complete checkpoint",
-                    got=str(folder),
-                    fix="train it first, or continue it with --resume",
-                )
-            )
-        run = build_run(config, folder, world, display, data_root)
-        check_continues(read_manifest(newest), config, run.dataset)
-        load_checkpoint(newest, run.state, world)
-        display.stage(f"checkpoint {newest}")
-        held_out, predictions = evaluate_held_out(run, keep_predictions=keep_predictions)
-        if predictions and world.is_first:
-            write_predictions(folder / PREDICTIONS_FILE, predictions, run.reader.schema)
+    with saved_run(folder, command="gem eval", display=display, data_root=data_root) as saved:
+        run = saved.run
+        with predictions_sink(run, run.folder, wanted=keep_predictions) as sink:
+            held_out = evaluate_splits(run, HELD_OUT, sink=sink)
         found = {
             "dataset": run.reader.dataset.name,
-            "recipe": config.name,
-            "seed": config.seed,
+            "recipe": run.config.name,
+            "seed": run.config.seed,
             "steps": run.state.step,
+            "total_steps": run.total_steps,
+            "checkpoint": str(saved.checkpoint),
             **held_out,
         }
-        display.results(found, domains=None if show_domains else "add --domains")
+        run.display.results(found, domains=None if show_domains else "add --domains")
         return found

@@ -3,15 +3,17 @@
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from gem.config import RunConfig
 from gem.data.batch import ExampleBatch
 from gem.model.flops import batch_flops
+from gem.report.page import write_report
 from gem.train.checkpoint import save_checkpoint
 from gem.train.clock import StepClock
+from gem.train.diagnostics import Diagnostics
 from gem.train.evaluate import merge_ranks
 from gem.train.held_out import finish
 from gem.train.interrupt import Interrupted, StopRequest
@@ -30,6 +32,7 @@ from gem.train.run import (
     torch_settings,
 )
 from gem.train.run_log import RunLog
+from gem_embeddings.tables import EmbeddingTables
 from gem_opkit.ceilings import device_name
 from gem_opkit.errors import DataError, refusal
 from gem_parallel.collectives import all_reduce_sum
@@ -73,12 +76,20 @@ def train(
         record_config(config, folder, world)
         if resume:
             continue_run(run)
+            if not world.is_first:  # a checkpoint holds the sum over ranks
+                _out_of_range(run).zero_()
+        diagnostics = Diagnostics(run)
+        diagnostics.write(run)
         with RunLog(folder, run.state.step, enabled=world.is_first) as log:
-            _train_steps(run, log)
-            return finish(run, log)
+            _train_steps(run, log, diagnostics)
+            summary = finish(run, log)
+        diagnostics.write(run, run.held_out)
+        if world.is_first:
+            display.stage(f"report: {write_report([folder])}")
+        return summary
 
 
-def _train_steps(run: Run, log: RunLog) -> None:
+def _train_steps(run: Run, log: RunLog, diagnostics: Diagnostics) -> None:
     state, spec = run.state, run.spec
     steps_a_pass = run.reader.steps("train")
     run.display.stage(
@@ -104,18 +115,19 @@ def _train_steps(run: Run, log: RunLog) -> None:
                     if state.step % spec.log_every_steps == 0 or state.step == run.total_steps:
                         _log_row(run, log, bar)
                     bar.update(state.step)
-                    _save_or_stop(run, stop)
+                    _save_or_stop(run, stop, diagnostics)
         # A signal that came while the last checkpoint was written.
         if signal_number := _agreed(run, stop):
             raise Interrupted(signal_number, state.step)
 
 
-def _save_or_stop(run: Run, stop: StopRequest) -> None:
+def _save_or_stop(run: Run, stop: StopRequest, diagnostics: Diagnostics) -> None:
     """Write the checkpoint that is due; end the run where a signal asked for it."""
     step, every = run.state.step, run.spec.checkpoint_every_steps
     signal_number = _agreed(run, stop)
     if signal_number or step == run.total_steps or (every and step % every == 0):
         _save(run)
+        diagnostics.write(run)
     if signal_number:
         raise Interrupted(signal_number, step)
 
@@ -167,6 +179,7 @@ def _flush(run: Run) -> None:
         flops = batch_flops(run.config.model, run.reader.schema, batch).total
         _add(state.counters, loss=loss, loss_steps=1, flops=flops)
         if step <= steps_a_pass:  # later passes have seen the labels
+            state.histories.add(batch)
             mask_BA = batch.label_mask_BA.numpy()
             p_BA = scored.p_BA.cpu().numpy()
             block.update(
@@ -206,9 +219,12 @@ def _log_row(run: Run, log: RunLog, bar: StepBar) -> None:
     steps = counters["loss_steps"] / run.world.size
     window = metrics.window().report(gauc=False)
     speed = run.examples_here / _total_s(run)
+    times = run.reader.times_ms("train")
+    seen = ((state.step - 1) % run.reader.steps("train") + 1) * run.spec.batch_examples
     row = {
         "step": state.step,
         "examples": state.examples,
+        "time_ms": int(times[min(seen, len(times)) - 1]),
         "loss": counters["loss"] / steps,
         "lr": run.step.optimizers["dense"].param_groups[0]["lr"],
         "window": window,
@@ -229,8 +245,11 @@ def _log_row(run: Run, log: RunLog, bar: StepBar) -> None:
 def _save(run: Run) -> None:
     _flush(run)
     state = run.state
-    mine = state.counters
-    state.counters = reduced_counters(mine, run.world)
+    counters, histories, outside = state.counters, state.histories, _out_of_range(run)
+    outside_here = outside.clone()
+    state.counters = reduced_counters(counters, run.world)
+    state.histories = histories.merged(run.world)
+    all_reduce_sum(outside, run.world)
     save_checkpoint(
         run.folder / CHECKPOINTS,
         state,
@@ -240,7 +259,13 @@ def _save(run: Run) -> None:
         dataset=run.dataset,
         keep=run.spec.keep_checkpoints,
     )
-    state.counters = mine
+    state.counters, state.histories = counters, histories
+    outside.copy_(outside_here)
+
+
+def _out_of_range(run: Run) -> torch.Tensor:
+    """Counts by table of ids outside it, of this rank; a buffer of the model."""
+    return cast(EmbeddingTables, run.state.model.get_submodule("tables")).out_of_range
 
 
 def _add(counters: dict[str, float], **amounts: float) -> None:

@@ -19,6 +19,12 @@ from gem.train.normalized_entropy import EntropySums
 _log = logging.getLogger(__name__)
 
 KEYS = ("ne", "auc", "gauc", "logloss", "calibration")
+# Rows that a log row may sort for its GAUC: some milliseconds of it.
+GAUC_LOG_ROWS = 1 << 17
+TOO_MANY_ROWS = (
+    f"more than {GAUC_LOG_ROWS:,} rows would have to be sorted for a log row; "
+    "summary.json has the value of the whole run"
+)
 
 
 class MetricBlock:
@@ -83,8 +89,8 @@ class MetricBlock:
         """The metrics, in the form of ``summary.json``.
 
         Args:
-            gauc: also compute GAUC, which sorts every row that is kept; without it the key is
-                left out.
+            gauc: compute GAUC whatever it costs: it sorts every row that is kept. Without it, it
+                is null with that reason where there are more than ``GAUC_LOG_ROWS`` of them.
 
         Returns:
             task -> ``{ne, auc, gauc, logloss, calibration, examples, positives, domains ->
@@ -94,16 +100,22 @@ class MetricBlock:
         return {task: self._report_task(task, gauc=gauc) for task in self.tasks}
 
     def _report_task(self, task: str, *, gauc: bool) -> dict[str, Any]:
-        sums, auc = EntropySums(), AucState()
-        for part, state in zip(self.entropy[task], self.auc[task], strict=True):
-            sums.merge(part)
-            auc.merge(state)
-        grouped = self.gauc[task] if gauc else None
-        found = _values(sums, auc, grouped, None)
-        found["domains"] = {
-            name: _values(self.entropy[task][d], self.auc[task][d], grouped, d)
+        grouped = self.gauc[task]
+        wanted = grouped if gauc or grouped.rows <= GAUC_LOG_ROWS else None
+        by_domain = {
+            name: _values(self.entropy[task][d], self.auc[task][d], wanted, d)
             for d, name in enumerate(self.domains)
         }
+        if len(by_domain) == 1:
+            [only] = by_domain.values()
+            found = dict(only)
+        else:
+            sums, auc = EntropySums(), AucState()
+            for part, state in zip(self.entropy[task], self.auc[task], strict=True):
+                sums.merge(part)
+                auc.merge(state)
+            found = _values(sums, auc, wanted, None)
+        found["domains"] = by_domain
         return found
 
     def to_bytes(self) -> NDArray[np.uint8]:
@@ -158,8 +170,7 @@ def _values(
     found, reasons = sums.values()
     notes: dict[str, str] = {}
     areas: dict[str, AucValue] = {"auc": auc.value()}
-    if grouped is not None:
-        areas["gauc"] = grouped.value(domain)
+    areas["gauc"] = AucValue(None, TOO_MANY_ROWS) if grouped is None else grouped.value(domain)
     for key, area in areas.items():
         if sums.fractional:
             area = AucValue(None, FRACTIONAL)
@@ -167,10 +178,12 @@ def _values(
         if area.reason is not None:
             reasons[key] = area.reason
     if found["auc"] is not None and areas["auc"].error_bound > 0.0:
-        notes["auc"] = f"within {areas['auc'].error_bound:.1e}: close scores were counted as ties"
+        # 1.05: the two digits that are shown must not be below the bound.
+        bound = 1.05 * areas["auc"].error_bound
+        notes["auc"] = f"within {bound:.1e}: close scores were counted as ties"
     if grouped is not None and found["gauc"] is not None and grouped.user_fraction < 1.0:
         notes["gauc"] = f"over a {grouped.user_fraction:.3g} sample of the users"
-    values: dict[str, Any] = {key: found[key] for key in KEYS if key in found}
+    values: dict[str, Any] = {key: found[key] for key in KEYS}
     values["examples"] = sums.examples
     values["positives"] = sums.positives if sums.fractional else int(sums.positives)
     values["null_reasons"] = reasons

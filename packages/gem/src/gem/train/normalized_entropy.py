@@ -1,4 +1,4 @@
-"""Log loss, normalised entropy and calibration from five sums.
+"""Log loss, normalised entropy and calibration from five exact sums.
 
     NE = mean log loss / entropy of the base rate,   calibration = sum of p / sum of y
 
@@ -8,6 +8,7 @@ enter, so that a metric is that of the log and not of a recipe.
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,23 +23,52 @@ ONE_CLASS = "all labels are equal"
 NO_POSITIVES = "no positive labels"
 
 
+# One unit of the exact sums is 2^-88. A log loss is at least 1e-7, so its last bit lies above that
+# and nothing is lost; of a probability only what lies below 2^-88 is.
+_LIMB_BITS = 31
+_FIRST_BITS = 26  # a log loss is below 2^5, so the first limb has 31 bits as well
+_LIMBS = 3
+_UNIT_BITS = _FIRST_BITS + (_LIMBS - 1) * _LIMB_BITS
+_ROWS_A_CALL = 1 << 20
+_STORED_BYTES = 32
+
+
 @dataclass(slots=True)
 class EntropySums:
-    """Sums over labelled examples; two of them add up to those of both parts.
+    """Exact sums over labelled examples; two of them add up to those of both parts.
+
+    The three real sums are kept as whole numbers of 2^-88. So the totals, and the last digit of
+    every metric, depend on the examples alone: not on their order, nor on how ranks, batches and
+    windows cut them.
 
     Attributes:
         examples: number of known labels.
-        positives: sum of the labels.
-        predictions: sum of the predicted probabilities.
-        log_loss: sum of the log losses, in nats.
         fractional: number of labels that are neither 0 nor 1.
+        positive_units: sum of the labels, in units of 2^-88.
+        prediction_units: sum of the predicted probabilities, likewise.
+        log_loss_units: sum of the log losses in nats, likewise.
     """
 
     examples: int = 0
-    positives: float = 0.0
-    predictions: float = 0.0
-    log_loss: float = 0.0
     fractional: int = 0
+    positive_units: int = 0
+    prediction_units: int = 0
+    log_loss_units: int = 0
+
+    @property
+    def positives(self) -> float:
+        """Sum of the labels, rounded once."""
+        return self.positive_units / (1 << _UNIT_BITS)
+
+    @property
+    def predictions(self) -> float:
+        """Sum of the predicted probabilities, rounded once."""
+        return self.prediction_units / (1 << _UNIT_BITS)
+
+    @property
+    def log_loss(self) -> float:
+        """Sum of the log losses in nats, rounded once."""
+        return self.log_loss_units / (1 << _UNIT_BITS)
 
     def update(self, p_B: NDArray[np.float32], label_B: NDArray[np.float32]) -> None:
         """Add examples.
@@ -50,21 +80,23 @@ class EntropySums:
         Raises:
             DataError: a prediction or a label is outside [0, 1] or not a number.
 
-        Numerics: float64 sums of each call's rows, added to the totals in call order.
+        Numerics: the log loss of a row is computed in float64; the sums over rows are exact.
         """
-        if p_B.size == 0:
-            return
-        p = p_B.astype(np.float64)
-        y = label_B.astype(np.float64)
+        for start in range(0, p_B.size, _ROWS_A_CALL):
+            rows = slice(start, start + _ROWS_A_CALL)
+            self._update(p_B[rows].astype(np.float64), label_B[rows].astype(np.float64))
+
+    def _update(self, p: NDArray[np.float64], y: NDArray[np.float64]) -> None:
         _check_unit_interval("predictions", p)
         _check_unit_interval("labels", y)
         clipped = np.clip(p, CLIP, 1.0 - CLIP)
         loss = -(y * np.log(clipped) + (1.0 - y) * np.log1p(-clipped))
+        positives, predictions, losses = _exact_sums(np.stack([y, p, loss]))
         self.examples += int(p.size)
-        self.positives += float(y.sum())
-        self.predictions += float(p.sum())
-        self.log_loss += float(loss.sum())
         self.fractional += int(np.count_nonzero((y != 0.0) & (y != 1.0)))
+        self.positive_units += positives
+        self.prediction_units += predictions
+        self.log_loss_units += losses
 
     def merge(self, other: "EntropySums") -> None:
         """Add the examples of another part.
@@ -73,10 +105,10 @@ class EntropySums:
             other: sums over other examples; left as they are.
         """
         self.examples += other.examples
-        self.positives += other.positives
-        self.predictions += other.predictions
-        self.log_loss += other.log_loss
         self.fractional += other.fractional
+        self.positive_units += other.positive_units
+        self.prediction_units += other.prediction_units
+        self.log_loss_units += other.log_loss_units
 
     def values(self) -> tuple[dict[str, float | None], dict[str, str]]:
         """The metrics, and why a missing one is missing.
@@ -88,32 +120,53 @@ class EntropySums:
         if self.examples == 0:
             return found, dict.fromkeys(found, NO_EXAMPLES)
         reasons: dict[str, str] = {}
-        found["logloss"] = self.log_loss / self.examples
-        entropy = binary_entropy(self.positives / self.examples)
+        # A quotient of two integers is rounded once.
+        found["logloss"] = self.log_loss_units / (self.examples << _UNIT_BITS)
+        entropy = binary_entropy(self.positive_units / (self.examples << _UNIT_BITS))
         if entropy > 0.0:
             found["ne"] = found["logloss"] / entropy
         else:
             reasons["ne"] = ONE_CLASS
-        if self.positives > 0.0:
-            found["calibration"] = self.predictions / self.positives
+        if self.positive_units > 0:
+            found["calibration"] = self.prediction_units / self.positive_units
         else:
             reasons["calibration"] = NO_POSITIVES
         return found, reasons
 
-    def to_array(self) -> NDArray[np.float64]:
-        """The five sums as one array; exact up to 2^53 examples."""
-        sums = (self.examples, self.positives, self.predictions, self.log_loss, self.fractional)
-        return np.array(sums, dtype=np.float64)
+    def to_array(self) -> NDArray[np.uint8]:
+        """The five sums as bytes, (5, 32)."""
+        sums = (getattr(self, name) for name in self.__slots__)
+        stored = b"".join(total.to_bytes(_STORED_BYTES, "little") for total in sums)
+        return np.frombuffer(stored, np.uint8).reshape(-1, _STORED_BYTES)
 
     @classmethod
-    def from_array(cls, sums: NDArray[np.float64]) -> "EntropySums":
+    def from_array(cls, sums: NDArray) -> "EntropySums":
         """The sums that ``to_array`` wrote.
 
         Args:
-            sums: five numbers.
+            sums: its bytes; or the five float64 sums in a checkpoint of version 0.1.0.
         """
-        examples, positives, predictions, log_loss, fractional = (float(x) for x in sums)
-        return cls(int(examples), positives, predictions, log_loss, int(fractional))
+        if sums.dtype == np.float64:
+            examples, positives, predictions, log_loss, fractional = map(Fraction, sums.tolist())
+            units = (int(x * (1 << _UNIT_BITS)) for x in (positives, predictions, log_loss))
+            return cls(int(examples), int(fractional), *units)
+        return cls(*(int.from_bytes(row.tobytes(), "little") for row in sums))
+
+
+def _exact_sums(values_AB: NDArray[np.float64]) -> list[int]:
+    """The sum of each row of numbers in [0, 32), in units of 2^-88.
+
+    Every number is cut into limbs of 31 bits; limbs are summed as int64, which holds the sum of
+    2^32 of them. Only what a number has below 2^-88 is dropped, so the order does not matter.
+    """
+    totals = [0] * len(values_AB)
+    rest_AB = np.ldexp(values_AB, _FIRST_BITS)
+    for _ in range(_LIMBS):
+        limb_AB = np.floor(rest_AB)
+        sums = limb_AB.astype(np.int64).sum(axis=1).tolist()
+        totals = [(total << _LIMB_BITS) + part for total, part in zip(totals, sums, strict=True)]
+        rest_AB = np.ldexp(rest_AB - limb_AB, _LIMB_BITS)
+    return totals
 
 
 def binary_entropy(rate: float) -> float:

@@ -26,7 +26,8 @@ from gem.train.checkpoint import (
 )
 from gem.train.clock import StepClock
 from gem.train.fingerprint import dataset_fingerprint
-from gem.train.metrics import MetricStream
+from gem.train.history_counts import HistoryCounts
+from gem.train.metrics import MetricBlock, MetricStream
 from gem.train.progress import Display
 from gem.train.spec import RESUMABLE_KEYS, TrainSpec
 from gem.train.step import Scored, TrainStep
@@ -63,6 +64,7 @@ class Run:
         pending: number, batch and outcome of the steps that the metrics do not hold yet.
         examples_here: examples trained on by this process and its peers since they started.
         tokens_here: their history events.
+        held_out: split -> metric state, once it has been evaluated.
     """
 
     config: RunConfig
@@ -78,6 +80,7 @@ class Run:
     pending: list[tuple[int, ExampleBatch, Scored]] = field(default_factory=list)
     examples_here: int = 0
     tokens_here: int = 0
+    held_out: dict[str, MetricBlock] = field(default_factory=dict)
 
     @property
     def spec(self) -> TrainSpec:
@@ -298,7 +301,8 @@ def build_run(
         f"{len(schema.ids) + len(schema.numbers)} inputs, {len(schema.streams)} streams"
     )
     window = MetricStream(schema.labels, schema.domains, spec.window_steps // spec.log_every_steps)
-    state = TrainState(model, step.optimizers, step.ema, window)
+    histories = HistoryCounts(schema.streams)
+    state = TrainState(model, step.optimizers, step.ema, window, histories=histories)
     return Run(
         config,
         folder,

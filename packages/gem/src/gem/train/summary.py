@@ -1,26 +1,33 @@
-"""`summary.json`: what a finished run reached, how fast, and in how much memory."""
+"""`summary.json`: what a finished run reached, how fast, and in how much memory.
+
+Loads no torch by itself, as a report reads what stands here.
+"""
 
 import json
 import resource
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 SUMMARY_FILE = "summary.json"
+DIAGNOSTICS_FILE = "diagnostics.json"
 # What the process that trained measured, and where it ran.
 _COSTS = ("world_size", "device", "throughput", "efficiency", "memory")
 
 
-def peak_memory_bytes(device: torch.device) -> int:
+def peak_memory_bytes(device: "torch.device") -> int:
     """The most memory that this process has held.
 
     Args:
         device: CUDA: memory that torch allocated on it; otherwise the resident set.
     """
     if device.type == "cuda":
+        import torch
+
         return int(torch.cuda.max_memory_allocated(device))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return int(peak if sys.platform == "darwin" else peak * 1024)

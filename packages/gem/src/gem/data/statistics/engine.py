@@ -2,9 +2,10 @@
 
 The engine walks over the log in time order, in blocks of rows. A row reads counts, rates and pair
 sums as they stand before its own time: rows of equal time never see each other. Only labelled
-rows of the training split add to them. What a row gets depends on nothing but the log and the
-declarations: not on the batch size, the rank, the number of ranks, the step from which a run is
-resumed, or where blocks begin (`gem.data.statistics.keyed_sums` says why, to the last bit).
+rows of the training split add to them, each label from the time on at which it is known. What a
+row gets depends on nothing but the log and the declarations: not on the batch size, the rank, the
+number of ranks, the step from which a run is resumed, or where blocks begin
+(`gem.data.statistics.keyed_sums` says why, to the last bit).
 
 Every rank walks over all rows and computes all of their statistics; each takes its own rows.
 Formulas: `gem.data.statistics.spec`.
@@ -41,6 +42,7 @@ class StatisticsEngine:
 
     Attributes:
         example_names: columns of `StatisticsBlock.numbers`, in order.
+        last_learning: the block of the last training row.
 
     Args:
         sources: of the data set and the recipe.
@@ -62,13 +64,17 @@ class StatisticsEngine:
     ) -> None:
         self._sources, self._train, self._block_rows = sources, train, block_rows
         self._plain = plain
-        # A block begins behind the last training row, so that later splits need no replay.
-        last = sources.times[train[1] - 1] if train[1] > train[0] else 0
-        behind = int(np.searchsorted(sources.times, last, side="right"))
-        self._starts = _block_starts(sources.times, block_rows, cut=behind)
-        # The first block without training rows: from there on nothing is added any more.
-        self._frozen = int(np.searchsorted(self._starts, train[1]))
         state = StatisticState(sources, plain)
+        # A block begins behind the last training row, so that later splits need no replay, and
+        # one where the last training label is known.
+        times = sources.times
+        last = times[train[1] - 1] if train[1] > train[0] else 0
+        behind = int(np.searchsorted(times, last, side="right"))
+        settled = int(np.searchsorted(times, last + max(state.delay_ms - 1, 0), side="right"))
+        self._starts = _block_starts(times, block_rows, cuts=(behind, settled))
+        # The first block where nothing is added or comes to be known any more.
+        self._frozen = int(np.searchsorted(self._starts, max(train[1], settled)))
+        self.last_learning = self.block_of(max(train[1] - 1, 0))
         self.example_names = state.example_names
         self._event_names = state.event_names
         self._idle: StatisticsCursor | None = StatisticsCursor(self, state)
@@ -166,17 +172,17 @@ class StatisticsEngine:
         return Block(rows, groups, (rows >= self._train[0]) & (rows < self._train[1]))
 
 
-def _block_starts(times: np.ndarray, block_rows: int, *, cut: int) -> np.ndarray:
+def _block_starts(times: np.ndarray, block_rows: int, *, cuts: tuple[int, ...]) -> np.ndarray:
     """Where blocks begin, and last the number of rows.
 
-    Rows of one time are never parted, and a block begins at `cut`, where the time changes.
+    Rows of one time are never parted, and a block begins at each of the rising `cuts`, where the
+    time changes.
     """
     starts = [0]
     while starts[-1] < len(times):
         first = starts[-1]
         end = min(first + block_rows, len(times))
-        if first < cut < end:
-            end = cut
+        end = next((cut for cut in cuts if first < cut < end), end)
         if end < len(times):
             change = int(np.searchsorted(times, times[end]))
             if change > first:
@@ -198,8 +204,8 @@ class StatisticsCursor:
         self._engine, self._state = engine, state
         self.blocks = 0
         self._ready: list[Outputs] = []  # of block `blocks - 1`, and before
-        # Outputs of the last block that adds. A later split may begin in it, where its first rows
-        # have the time of the last training row.
+        # Outputs from the last block with training rows to the last one that adds. A later split
+        # begins there, where the time of its first rows is not after that of the last label.
         self._tail: list[Outputs] = []
 
     def seek(self, row: int) -> bool:
@@ -215,7 +221,7 @@ class StatisticsCursor:
             return True
         block, frozen = self._engine.block_of(row), self._engine.frozen
         if _holds(self._tail, row):
-            self._ready, self.blocks = self._tail, frozen
+            self._ready, self.blocks = self._tail, min(self.blocks, frozen)
             return True
         if block < self.blocks and block < frozen:
             return False
@@ -223,6 +229,7 @@ class StatisticsCursor:
         while self.blocks < min(block, frozen):
             self._engine.compute(self._state, self.blocks, outputs=False)
             self.blocks += 1
+            self._tail = []  # it would have a gap
         self.blocks = block
         return True
 
@@ -241,9 +248,9 @@ class StatisticsCursor:
         self._ready = [one for one in self._ready if one.end > low]
         while not self._ready or self._ready[-1].end < high:
             computed = self._engine.compute(self._state, self.blocks, outputs=True)
+            if self._engine.last_learning <= self.blocks < self._engine.frozen:
+                self._tail = self._tail + computed
             self.blocks += 1
-            if self.blocks == self._engine.frozen:
-                self._tail = computed
             self._ready = self._ready + computed
             self._ready = [one for one in self._ready if one.end > low]
         pieces = [one.cut(low, high) for one in self._ready if one.first < high]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from gem.data.columns import Column
-from gem.data.features import EntitySpec
+from gem.data.fields import EntitySpec
 from gem.data.names import nearest
 from gem.data.sources import Sources
 from gem.data.statistics.rates import Block, Rate, logit, sum_of_each
@@ -94,7 +94,7 @@ class Histories:
             block: rows whose counters and rates are open.
         """
         sources, feedback = self._sources, self._feedback
-        times = sources.times[block.rows]
+        self._times = times = sources.times[block.rows]
         history = self._source.index.history(sources.users[block.rows], times, feedback.max_events)
         self.offsets, lengths = history.offsets, history.lengths
         self.owners = np.repeat(np.arange(len(block.rows)), lengths)
@@ -149,7 +149,8 @@ class Histories:
         """Rows of the item's entity: of each event's item, and of each row's candidate."""
         if self._entity_rows is None:
             table = self._sources.entity_table(self._item_entity())
-            self._entity_rows = table.rows_of(self.event_ids), table.rows_of(self.item_ids)
+            events = table.rows_of(self.event_ids, self._times[self.owners])
+            self._entity_rows = events, table.rows_of(self.item_ids, self._times)
         return self._entity_rows
 
     def _item_entity(self) -> EntitySpec:

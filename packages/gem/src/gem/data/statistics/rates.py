@@ -4,9 +4,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gem.data.entity_table import IdInfo, Ids
 from gem.data.names import nearest
-from gem.data.sources import IdInfo, Ids, Sources
+from gem.data.sources import Sources
 from gem.data.statistics.keyed_sums import KeyedSums, OpenBlock, Reading, mix64, to_fixed
+from gem.data.statistics.late_labels import LateLabels
 from gem.data.statistics.spec import RateStatistic
 from gem_opkit.errors import ConfigError, refusal
 
@@ -118,7 +120,9 @@ class Counter:
                 )
             )
         self.space = KeySpace(sources, keys, max_keys)
-        self._labels = sources.example_column(label).values
+        self._labels, self._times = sources.example_column(label).values, sources.times
+        delay_ms = label_delay_ms(sources, label)
+        self._late = LateLabels(delay_ms) if delay_ms > 1 else None
         self._sums = KeyedSums(self.space.size)
         self._open: OpenBlock | None = None
         self.keys = np.empty(0, np.int64)
@@ -141,8 +145,14 @@ class Counter:
             labels, adds = np.repeat(labels, each), np.repeat(adds, each)
             groups = np.repeat(groups, each)
         self.groups = groups
+        added, when = self.keys[adds], groups[adds]
         values = to_fixed(labels[adds].astype(np.float64))
-        self._open = self._sums.open_block(self.keys[adds], groups[adds], values)
+        if self._late is not None:
+            group_times = self._times[block.rows[np.flatnonzero(np.diff(block.groups, prepend=-1))]]
+            added, when, values = self._late.open(
+                self._sums, added, values, group_times[when], group_times
+            )
+        self._open = self._sums.open_block(added, when, values)
         if reads:
             self.reading = self._open.read(self.keys, groups)
 
@@ -171,7 +181,23 @@ class Counter:
         """
         if self._open is not None:
             self._open.close(add=add)
+            if self._late is not None:
+                self._late.close(add=add)
         self._open = None
+
+
+def label_delay_ms(sources: Sources, label: str) -> int:
+    """How long after its row a label is known.
+
+    Args:
+        sources: of the data set.
+        label: one of its labels.
+
+    Returns:
+        the declared delay in ms; 0 and 1 both mean: to every row strictly later.
+    """
+    labels = sources.dataset.spec.examples.labels
+    return next(one.visible_after_ms for one in labels if one.name == label)
 
 
 class Rate:

@@ -2,7 +2,8 @@
 
 Notation, for an example with candidate i at time t and the events j = 1 .. n of its history:
 
-    P, N      sum of labels and number of labelled training rows strictly earlier than t, per key
+    P, N      sum of labels and number of labelled training rows strictly earlier than t, per key;
+              a label with visible_after_ms counts from so long after its row on
     rate      (P + prior · towards) / (N + prior)
     l_j       past label of event j (1 for a positive id of the feedback field), where it is known
     p_j, p    the base rate of the event's item and of the candidate, as they stand at t
@@ -195,7 +196,7 @@ class PairStatistic(Contract):
 
     A labelled training row (i, y) adds to each pair of i and an event of its history
     S += (y - p) · e_j and C += 1, both as they stand at the row's time; the order of the pair does
-    not matter.
+    not matter. Only of a label that is known at once.
 
     value = votes:  Σ_j S / (C + prior) · c_j
     value = count:  log(1 + mean_j C)

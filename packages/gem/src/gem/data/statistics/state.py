@@ -12,7 +12,15 @@ from gem.data.running_scale import RunningScaler
 from gem.data.sources import Sources
 from gem.data.statistics.histories import Histories, Weight
 from gem.data.statistics.keyed_sums import FIXED_POINT, PairSums, Reading, to_fixed
-from gem.data.statistics.rates import Block, Counter, Rate, count_output, logit, sum_of_each
+from gem.data.statistics.rates import (
+    Block,
+    Counter,
+    Rate,
+    count_output,
+    label_delay_ms,
+    logit,
+    sum_of_each,
+)
 from gem.data.statistics.spec import (
     CountStatistic,
     EventStatistic,
@@ -26,7 +34,7 @@ from gem.data.statistics.spec import (
     WeightSpec,
 )
 from gem.data.transforms import apply_transforms, resolved_transforms
-from gem_opkit.errors import ConfigError, refusal
+from gem_opkit.errors import ConfigError, UnsupportedError, refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +112,12 @@ class StatisticState:
         scale = sources.data.running_scale
         self._scaler = None if scale is None else RunningScaler(scale, len(self.example_names))
         self.event_names = {stream: tuple(of) for stream, of in self._event_columns.items()}
+
+    @property
+    def delay_ms(self) -> int:
+        """How long after its row the last label that is added is known."""
+        labels = {label for _, label, _ in self._counters}
+        return max((label_delay_ms(self._sources, label) for label in labels), default=0)
 
     def walk(
         self, block: Block, *, outputs: bool, add_pairs: bool = True, add_rates: bool = True
@@ -236,9 +250,24 @@ class StatisticState:
     def _pairs_of(self, spec: PairStatistic | EventStatistic) -> "_Pairs":
         key = f"{spec.feedback.model_dump_json()}{spec.base} {spec.max_pairs}"
         if key not in self._pairs:
+            self._check_pairs_learn_at_once(spec)
             histories = self._histories_of(spec.feedback, spec.base, spec.name)
             self._pairs[key] = _Pairs(self._sources, histories, self._rates[spec.base], spec)
         return self._pairs[key]
+
+    def _check_pairs_learn_at_once(self, spec: PairStatistic | EventStatistic) -> None:
+        label = self._rate(spec.base, f"base of {spec.name!r}").spec.label
+        delay_ms = label_delay_ms(self._sources, label)
+        if delay_ms > 1:
+            raise UnsupportedError(
+                refusal(
+                    "statistics",
+                    repr(spec.name),
+                    must="be made of a label that is known at once, as pairs are",
+                    got=f"{label!r}, visible_after_ms = {delay_ms}",
+                    fix="leave it out, or use a statistic of kind 'history'",
+                )
+            )
 
     def _read(self, stream: str) -> StreamRead:
         return (self._sources.data.streams or {}).get(stream, StreamRead())

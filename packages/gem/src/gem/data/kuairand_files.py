@@ -1,0 +1,283 @@
+"""The raw files of KuaiRand-Pure, in two layouts, as Arrow tables of the same columns.
+
+Official layout, `KuaiRand-Pure/data`: `log_standard_4_08_to_4_21_pure.csv`,
+`log_standard_4_22_to_5_08_pure.csv`, `user_features_pure.csv`, `video_features_basic_pure.csv`.
+Earlier impressions of a user are rows of the first file.
+
+Six-day layout: `impressions.parquet` in place of the logs, and `user_sequences.parquet`, which
+holds what a user watched before, without times, up to a last known one.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv as pcsv
+import pyarrow.parquet as pq
+
+from gem.data.names import nearest
+from gem_opkit.errors import DataError, refusal
+
+SOURCE_VARIABLE = "GEM_KUAIRAND"
+USERS_FILE, VIDEOS_FILE = "user_features_pure.csv", "video_features_basic_pure.csv"
+OFFICIAL_LOGS = ("log_standard_4_08_to_4_21_pure.csv", "log_standard_4_22_to_5_08_pure.csv")
+DAYS_LOG, DAYS_SEQUENCES = "impressions.parquet", "user_sequences.parquet"
+LOG_COLUMNS = ("user_id", "video_id", "time_ms", "date", "tab", "duration_ms")
+LABEL_COLUMNS = ("is_click", "long_view")
+SEQUENCE_COLUMNS = ("user_id", "history_len", "last_time_ms", "watch_seq", "long_watch_seq")
+
+
+@dataclass(frozen=True, slots=True)
+class RawFiles:
+    """What was read.
+
+    Attributes:
+        folder: that holds the files.
+        layout: ``"official"`` or ``"six-days"``.
+        log: LOG_COLUMNS and LABEL_COLUMNS, int64, without exact repeats, in order of the files.
+        sequences: SEQUENCE_COLUMNS; None where the log holds the histories itself.
+        users, videos: all columns of the feature files, as text.
+    """
+
+    folder: Path
+    layout: str
+    log: dict[str, np.ndarray]
+    sequences: pa.Table | None
+    users: pa.Table
+    videos: pa.Table
+
+
+def read_raw_files(source: Path | None) -> RawFiles:
+    """Find and read the raw files.
+
+    Args:
+        source: folder that holds them, itself or in `data` or `KuaiRand-Pure/data`; None: the one
+            that the environment variable GEM_KUAIRAND names.
+
+    Returns:
+        their contents.
+
+    Raises:
+        DataError: no folder is named, it does not hold KuaiRand-Pure, or a file is not as
+            published.
+    """
+    folder, layout = _find(_named_folder(source))
+    users, videos = _read_text(folder / USERS_FILE), _read_text(folder / VIDEOS_FILE)
+    if layout == "official":
+        logs = [_read_log(folder / name) for name in OFFICIAL_LOGS]
+        log = {name: np.concatenate([one[name] for one in logs]) for name in logs[0]}
+        return RawFiles(folder, layout, log, None, users, videos)
+    sequences = _read_parquet(folder / DAYS_SEQUENCES)
+    need_columns(folder / DAYS_SEQUENCES, sequences, SEQUENCE_COLUMNS)
+    return RawFiles(folder, layout, _read_log(folder / DAYS_LOG), sequences, users, videos)
+
+
+def _named_folder(source: Path | None) -> Path:
+    named = source or os.environ.get(SOURCE_VARIABLE)
+    if not named:
+        raise DataError(
+            refusal(
+                "kuairand",
+                "source",
+                must="name the folder of KuaiRand-Pure, which is not downloaded",
+                got="none",
+                fix=f"set {SOURCE_VARIABLE}, or data.source in the recipe, or give --source to "
+                f"gem data prepare; the files are at https://kuairand.com",
+            )
+        )
+    folder = Path(named)
+    if not folder.is_dir():
+        raise DataError(
+            refusal(
+                "kuairand",
+                "source" if source else SOURCE_VARIABLE,
+                must="be a folder",
+                got=folder,
+                fix="name the folder that holds the files of KuaiRand-Pure",
+            )
+        )
+    return folder
+
+
+def _find(folder: Path) -> tuple[Path, str]:
+    layouts = {
+        "official": (*OFFICIAL_LOGS, USERS_FILE, VIDEOS_FILE),
+        "six-days": (DAYS_LOG, DAYS_SEQUENCES, USERS_FILE, VIDEOS_FILE),
+    }
+    missing: dict[str, list[str]] = {}
+    for place in (folder, folder / "data", folder / "KuaiRand-Pure" / "data"):
+        for layout, names in layouts.items():
+            lacks = [name for name in names if not (place / name).is_file()]
+            if not lacks:
+                return place, layout
+            if layout not in missing or len(lacks) < len(missing[layout]):
+                missing[layout] = lacks
+    nearest_layout = min(missing, key=lambda layout: len(missing[layout]))
+    raise DataError(
+        refusal(
+            "kuairand",
+            "source",
+            must=f"hold {', '.join(layouts[nearest_layout])}",
+            got=f"{folder} without {', '.join(missing[nearest_layout])}",
+            fix="name the folder of KuaiRand-Pure",
+        )
+    )
+
+
+def _read_text(path: Path) -> pa.Table:
+    """A CSV file whose columns all are text; an empty cell is null."""
+    try:
+        with pcsv.open_csv(path) as probe:
+            names = probe.schema.names
+        return pcsv.read_csv(
+            path,
+            convert_options=pcsv.ConvertOptions(
+                column_types=dict.fromkeys(names, pa.string()),
+                strings_can_be_null=True,
+                null_values=["", "nan", "NaN"],
+            ),
+        )
+    except (pa.ArrowException, OSError) as fault:
+        raise _broken(path, fault) from fault
+
+
+def _read_parquet(path: Path) -> pa.Table:
+    try:
+        return pq.read_table(path)
+    except (pa.ArrowException, OSError) as fault:
+        raise _broken(path, fault) from fault
+
+
+def _read_log(path: Path) -> dict[str, np.ndarray]:
+    if path.suffix == ".parquet":
+        table = _read_parquet(path)
+    else:
+        try:
+            table = pcsv.read_csv(path)
+        except (pa.ArrowException, OSError) as fault:
+            raise _broken(path, fault) from fault
+    need_columns(path, table, (*LOG_COLUMNS, *LABEL_COLUMNS))
+    kept = _first_of_repeats(table)
+    log = {name: integers(path, table, name)[kept] for name in (*LOG_COLUMNS, *LABEL_COLUMNS)}
+    for name in LABEL_COLUMNS:
+        wrong = (log[name] != 0) & (log[name] != 1)
+        if wrong.any():
+            raise DataError(
+                refusal(
+                    "kuairand",
+                    f"{path}: {name}",
+                    must="be 0 or 1",
+                    got=log[name][np.argmax(wrong)],
+                    fix="take the file as it is published",
+                )
+            )
+    return log
+
+
+def _first_of_repeats(table: pa.Table) -> np.ndarray:
+    """The first of the rows that agree in every column, rising, int64."""
+    codes = np.empty((table.num_rows, table.num_columns), np.int32)
+    for place, column in enumerate(table.columns):
+        coded = column.combine_chunks().dictionary_encode(null_encoding="encode")
+        codes[:, place] = coded.indices.to_numpy(zero_copy_only=False)
+    _, first = np.unique(codes, axis=0, return_index=True)
+    return np.sort(first)
+
+
+def integers(path: Path, table: pa.Table, name: str) -> np.ndarray:
+    """A column of whole numbers without gaps.
+
+    Args:
+        path: of the table, for messages.
+        table: holds the column as integers, whole floats or text of integers.
+        name: of the column.
+
+    Returns:
+        int64, one a row.
+
+    Raises:
+        DataError: a value that is missing or no whole number.
+    """
+    column = table.column(name).combine_chunks()
+    if column.null_count:
+        row = int(np.argmax(column.is_null().to_numpy(zero_copy_only=False)))
+        raise _wrong(path, name, "be there in every row", f"none in row {row}")
+    try:
+        return column.cast(pa.int64()).to_numpy(zero_copy_only=False)
+    except pa.ArrowException as fault:
+        raise _wrong(path, name, "hold whole numbers", str(fault).rstrip(".")) from fault
+
+
+def numbers(path: Path, table: pa.Table, name: str) -> pa.Array:
+    """A column of numbers with gaps.
+
+    Args:
+        path: of the table, for messages.
+        table: holds the column as text or numbers.
+        name: of the column.
+
+    Returns:
+        float32, null where the value is missing.
+
+    Raises:
+        DataError: a value that is no number.
+    """
+    try:
+        return table.column(name).combine_chunks().cast(pa.float64()).cast(pa.float32())
+    except pa.ArrowException as fault:
+        raise _wrong(path, name, "hold numbers", str(fault).rstrip(".")) from fault
+
+
+def words(table: pa.Table, name: str) -> list[str]:
+    """A column of categories as text, "" where the value is missing.
+
+    Args:
+        table: holds the column as text.
+        name: of the column.
+
+    Returns:
+        one a row; a number that is written as 1.0 in some rows and as 1 in others is one category.
+    """
+    return [(text or "").removesuffix(".0") for text in table.column(name).to_pylist()]
+
+
+def need_columns(path: Path, table: pa.Table, names: tuple[str, ...]) -> None:
+    """Refuse a table that lacks a column.
+
+    Args:
+        path: of the table, for messages.
+        table: what was read.
+        names: columns that it has to have.
+
+    Raises:
+        DataError: it lacks one; the message names the nearest that it has.
+    """
+    for name in names:
+        if name not in table.column_names:
+            raise _wrong(path, name, "be a column", f"none{nearest(name, table.column_names)}")
+
+
+def _wrong(path: Path, column: str, must: str, got: str) -> DataError:
+    return DataError(
+        refusal(
+            "kuairand",
+            f"{path}: {column}",
+            must=must,
+            got=got,
+            fix="take the file as it is published",
+        )
+    )
+
+
+def _broken(path: Path, fault: Exception) -> DataError:
+    return DataError(
+        refusal(
+            "kuairand",
+            str(path),
+            must="be readable",
+            got=str(fault).rstrip("."),
+            fix="take the file as it is published",
+        )
+    )

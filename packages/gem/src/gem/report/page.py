@@ -1,0 +1,169 @@
+"""The page of a report: one self-contained HTML file, made by a template that escapes everything.
+
+The file loads nothing: style and drawings stand in it, and it has no script.
+"""
+
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from gem.report import sections, what_ran
+from gem.report.calibration import reliability_figure
+from gem.report.compare import Group, check_one_data_set, differences, group_runs
+from gem.report.curves import loss_figure, ne_figure
+from gem.report.figure import Figure, run_name
+from gem.report.histories import history_figure
+from gem.report.label_rates import label_rate_figure
+from gem.report.read import RunRecord, pick, read_run, table
+
+REPORT_FILE = "report.html"
+_MOST_DIFFERENCES = 60
+
+
+def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
+    """Write the report of one run or of several.
+
+    Args:
+        folders: of the runs, at least one; each counts once.
+        out: the file; none: ``report.html``, in the folder of the only run or, of several, here.
+
+    Returns:
+        The file.
+
+    Raises:
+        ConfigError: a folder is no run, or runs are of different data sets.
+    """
+    runs = [read_run(folder) for folder in dict.fromkeys(folders)]
+    text = report_html(runs)
+    path = out
+    if path is None:
+        path = runs[0].folder / REPORT_FILE if len(runs) == 1 else Path(REPORT_FILE)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.rename(path)
+    return path
+
+
+def report_html(runs: Sequence[RunRecord]) -> str:
+    """The page.
+
+    Args:
+        runs: at least one, all on one data set.
+
+    Raises:
+        ConfigError: they are of different data sets.
+    """
+    from jinja2 import Environment, StrictUndefined
+
+    check_one_data_set(runs)
+    groups = group_runs(runs)
+    room = resources.files("gem.report")
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    template = environment.from_string((room / "page.html.jinja").read_text(encoding="utf-8"))
+    return template.render(
+        style=_Safe((room / "page.css").read_text(encoding="utf-8")), **_content(groups, runs)
+    )
+
+
+class _Safe(str):
+    """Text of this package's own, which the template takes as it is."""
+
+    __slots__ = ()
+
+    def __html__(self) -> str:
+        return self
+
+
+def _content(groups: Sequence[Group], runs: Sequence[RunRecord]) -> dict[str, Any]:
+    tasks = tuple(dict.fromkeys(task for run in runs for task in run.tasks))
+    first = runs[0]
+    firsts = [group.runs[0] for group in groups]
+    streams = list(table(first.diagnostics.get("histories")))
+    return {
+        "title": " and ".join(group.label for group in groups),
+        "subtitle": _subtitle(groups, runs),
+        "states": [_state(run, groups) for run in runs],
+        "notices": _notices(runs),
+        "groups": [group.label for group in groups],
+        "cards": sections.cards(groups, tasks),
+        "metrics": list(sections.METRICS.values()),
+        "results": sections.results(groups, tasks, by_domain=False),
+        "domain_results": sections.results(groups, tasks, by_domain=True),
+        "remarks": sections.remarks(groups, tasks),
+        "seeds": max(len(group.runs) for group in groups),
+        # Two figures stand beside each other; where one is left over it takes the whole width.
+        "progress": [
+            _shown(loss_figure(groups, wide=len(tasks) % 2 == 0)),
+            *(_shown(ne_figure(groups, task)) for task in tasks),
+        ],
+        "calibration": [
+            _shown(reliability_figure(groups, period, task))
+            for task in tasks
+            for period in _calibrated(groups, task)
+        ],
+        "data": [
+            *(_shown(label_rate_figure(groups, t)) for t in tasks),
+            *(
+                _shown(history_figure(first, s, wide=s == streams[-1] and len(streams) % 2 == 1))
+                for s in streams
+            ),
+        ],
+        "speed": sections.speed(groups, run_name),
+        "time_bars": sections.time_bars(groups, run_name),
+        "tables": [
+            (group.label if len(groups) > 1 else "", sections.table_total(run), rows)
+            for group, run in zip(groups, firsts, strict=True)
+            if (rows := sections.table_rows(run))
+        ],
+        "differences": differences(groups)[:_MOST_DIFFERENCES] if len(groups) > 1 else [],
+        "ran": [
+            (run_name(run, groups) if len(runs) > 1 else "", what_ran.facts(run)) for run in runs
+        ],
+        "configs": [
+            (group.label, run.config_text) for group, run in zip(groups, firsts, strict=True)
+        ],
+        "version": pick(first.diagnostics, "process", "starts", -1, "versions", "gem-trainer"),
+    }
+
+
+def _calibrated(groups: Sequence[Group], task: str) -> list[str]:
+    """The progressive period and the last one that has examples."""
+    return list(dict.fromkeys(("progressive", sections.headline_period(groups, task))))
+
+
+def _subtitle(groups: Sequence[Group], runs: Sequence[RunRecord]) -> str:
+    if len(runs) == 1:
+        return f"seed {runs[0].seed} · {what_ran.subtitle(runs[0])}"
+    recipes = f"{len(groups)} recipes, " if len(groups) > 1 else ""
+    return f"{recipes}{len(runs)} runs · {runs[0].dataset}"
+
+
+def _state(run: RunRecord, groups: Sequence[Group]) -> tuple[bool, str]:
+    alone = len(groups) == 1 and len(groups[0].runs) == 1
+    return run.finished, what_ran.status(run) if alone else (
+        f"{run_name(run, groups)}: {what_ran.status(run)}"
+    )
+
+
+def _notices(runs: Sequence[RunRecord]) -> list[str]:
+    if len(runs) == 1:
+        return list(runs[0].missing)
+    return [f"{run.folder}: {sentence}" for run in runs for sentence in run.missing]
+
+
+def _shown(figure: Figure) -> dict[str, Any]:
+    """A figure as the template takes it: drawings are this package's own, all else is escaped."""
+    return {
+        "title": figure.title,
+        "text": figure.text,
+        "drawings": [_Safe(drawing) for drawing in figure.drawings],
+        "legend": figure.legend,
+        "headers": figure.headers,
+        "rows": figure.rows,
+        "wide": figure.wide,
+        "empty": figure.empty,
+    }
