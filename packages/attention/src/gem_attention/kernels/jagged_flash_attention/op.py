@@ -1,5 +1,7 @@
 """The operator ``jagged_flash_attention``: schema, fakes, autograd, FLOP formulas, function."""
 
+import logging
+from types import ModuleType
 from typing import Any, Literal, overload
 
 import torch
@@ -22,16 +24,23 @@ from gem_attention.kernels.jagged_flash_attention.reference import (
     jagged_flash_attention_reference,
 )
 from gem_attention.patterns import visible_pairs as count_visible_pairs
+from gem_attention.tiles import OPEN_TOKENS, Window
+from gem_attention.tiling.sizes import short_rows
 from gem_jagged.batch import Layout
 from gem_opkit.cost import Cost, register_flops
 from gem_opkit.dims import check_shapes
+from gem_opkit.errors import UnsupportedError, refusal
 from gem_opkit.impl import Impl, resolve_impl
 
 _NAME = "jagged_flash_attention"
-_HAS_TRITON = False
+_HAS_TRITON = True
+_WIDEST = 256  # head width of the kernels
+_log = logging.getLogger(__name__)
+_announced: set[tuple[Any, ...]] = set()
 
 
-# Lengths are CPU tensors whatever the device of the others: grids and plans come from them.
+# Lengths are CPU tensors whatever the device of the others, for the reference; the kernels follow
+# the offsets alone, and where only these are known the lengths are None.
 @torch.library.custom_op("gem_attention::jagged_flash_attention", mutates_args=())
 def _forward(
     q_THK: Tensor,
@@ -39,23 +48,25 @@ def _forward(
     v_SGV: Tensor,
     q_offsets_O: Tensor,
     k_offsets_O: Tensor,
-    q_lengths_B: Tensor,
-    k_lengths_B: Tensor,
+    q_lengths_B: Tensor | None,
+    k_lengths_B: Tensor | None,
     left_tokens: int | None,
     right_tokens: int | None,
     scale: float,
     return_lse: bool,  # noqa: FBT001 - a schema has no keyword-only flags here
+    deterministic: bool,  # noqa: FBT001
     visible_pairs: int,
     impl: str,
 ) -> tuple[Tensor, Tensor]:
-    resolve_impl(impl, q_THK.device, _NAME, has_triton=_HAS_TRITON)
+    window = (left_tokens, right_tokens)
+    if choose_implementation(impl, q_THK, v_SGV) == "triton":
+        return _launch_forward(q_THK, k_SGK, v_SGV, q_offsets_O, k_offsets_O, window, scale)
     return jagged_flash_attention_reference(
         q_THK,
         k_SGK,
         v_SGV,
-        q_lengths_B,
-        k_lengths_B,
-        (left_tokens, right_tokens),
+        *_demand_lengths(q_lengths_B, k_lengths_B),
+        window,
         scale,
         with_lse=return_lse,
     )
@@ -68,20 +79,23 @@ def _(
     v_SGV: Tensor,
     q_offsets_O: Tensor,
     k_offsets_O: Tensor,
-    q_lengths_B: Tensor,
-    k_lengths_B: Tensor,
+    q_lengths_B: Tensor | None,
+    k_lengths_B: Tensor | None,
     left_tokens: int | None,
     right_tokens: int | None,
     scale: float,
     return_lse: bool,  # noqa: FBT001 - a schema has no keyword-only flags here
+    deterministic: bool,  # noqa: FBT001
     visible_pairs: int,
     impl: str,
 ) -> tuple[Tensor, Tensor]:
     tokens, heads, _ = q_THK.shape
     wide = torch.float64 if q_THK.dtype == torch.float64 else torch.float32
+    # The backward of the kernels needs it, asked for or not; the reference computes it anew.
+    has_lse = return_lse or choose_implementation(impl, q_THK, v_SGV) == "triton"
     return (
         q_THK.new_empty((tokens, heads, v_SGV.shape[2])),
-        q_THK.new_empty((tokens if return_lse else 0, heads), dtype=wide),
+        q_THK.new_empty((tokens if has_lse else 0, heads), dtype=wide),
     )
 
 
@@ -96,15 +110,31 @@ def _backward(
     lse_TH: Tensor,
     q_offsets_O: Tensor,
     k_offsets_O: Tensor,
-    q_lengths_B: Tensor,
-    k_lengths_B: Tensor,
+    q_lengths_B: Tensor | None,
+    k_lengths_B: Tensor | None,
     left_tokens: int | None,
     right_tokens: int | None,
     scale: float,
+    deterministic: bool,  # noqa: FBT001 - a schema has no keyword-only flags here
     visible_pairs: int,
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    resolve_impl(impl, q_THK.device, _NAME, has_triton=_HAS_TRITON)
+    window = (left_tokens, right_tokens)
+    if choose_implementation(impl, q_THK, v_SGV) == "triton":
+        return _launch_backward(
+            grad_out_THV,
+            grad_lse_TH,
+            q_THK,
+            k_SGK,
+            v_SGV,
+            out_THV,
+            lse_TH,
+            q_offsets_O,
+            k_offsets_O,
+            window,
+            scale,
+            deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
+        )
     return jagged_flash_attention_backward_reference(
         grad_out_THV,
         grad_lse_TH,
@@ -112,9 +142,8 @@ def _backward(
         k_SGK,
         v_SGV,
         out_THV,
-        q_lengths_B,
-        k_lengths_B,
-        (left_tokens, right_tokens),
+        *_demand_lengths(q_lengths_B, k_lengths_B),
+        window,
         scale,
     )
 
@@ -135,12 +164,160 @@ def _(
     )
 
 
+def choose_implementation(impl: str, q_THK: Tensor, v_SGV: Tensor) -> str:
+    """Resolve ``impl``; what the kernels do not take is refused, or goes to the reference.
+
+    Args:
+        impl: the caller's word.
+        q_THK: queries.
+        v_SGV: values.
+
+    Returns:
+        ``"triton"`` or ``"reference"``.
+
+    Raises:
+        UnsupportedError: ``triton`` for float64, for widths above 256 or on a device without it.
+    """
+    fits = True
+    if q_THK.dtype == torch.float64 or q_THK.shape[2] > _WIDEST or v_SGV.shape[2] > _WIDEST:
+        fits = False
+    if impl == "triton" and not fits:
+        raise UnsupportedError(
+            refusal(
+                _NAME,
+                'impl="triton"',
+                must=f"have float32, bfloat16 or float16 and widths of at most {_WIDEST}",
+                got=f"{q_THK.dtype}, K={q_THK.shape[2]}, V={v_SGV.shape[2]}",
+                fix='use impl="reference"',
+            )
+        )
+    return resolve_impl(impl, q_THK.device, _NAME, has_triton=_HAS_TRITON and fits)
+
+
+def _demand_lengths(
+    q_lengths_B: Tensor | None, k_lengths_B: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    if q_lengths_B is None or k_lengths_B is None:
+        raise UnsupportedError(
+            refusal(
+                _NAME,
+                "lengths",
+                must='be in host memory for impl="reference"',
+                got=None,
+                fix="pass layouts, or operands that the Triton kernels take",
+            )
+        )
+    return q_lengths_B, k_lengths_B
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """Return the tensor, or a copy where rows are not contiguous or lie too far apart.
+
+    The kernels count elements within a tile in int32.
+    """
+    if tensor.stride(2) == 1 and 0 <= tensor.stride(0) < 2**31 // 512:
+        return tensor
+    return tensor.contiguous()
+
+
+def _kernels(
+    q_THK: Tensor,
+    k_SGK: Tensor,
+    v_SGV: Tensor,
+    *,
+    batch: int,
+    window: Window,
+    deterministic: bool,
+) -> ModuleType:
+    """Return the module whose launchers run, and say once which it is."""
+    from gem_attention.kernels.jagged_flash_attention import kernel
+
+    chosen = kernel
+    # Few queries over many keys are bound by memory, where the plain kernels lack nothing.
+    width = max(q_THK.shape[2], v_SGV.shape[2])
+    few = q_THK.shape[1] == k_SGK.shape[1] and short_rows(q_THK.shape[0], batch, width=width)
+    if q_THK.is_cuda and not (few and window == (None, None)):
+        from gem_attention.kernels.jagged_flash_attention import kernel_sm90
+
+        if kernel_sm90.supports(q_THK, k_SGK, v_SGV, window=window, deterministic=deterministic):
+            chosen = kernel_sm90
+    key = (chosen.__name__, q_THK.device.type, q_THK.dtype, q_THK.shape[2], v_SGV.shape[2])
+    if key not in _announced:
+        _announced.add(key)
+        name = chosen.__name__.rpartition(".")[2]
+        _log.info("%s: %s runs on %s for %s, K=%d, V=%d", _NAME, name, *key[1:])
+    return chosen
+
+
+def _launch_forward(
+    q_THK: Tensor,
+    k_SGK: Tensor,
+    v_SGV: Tensor,
+    q_offsets_O: Tensor,
+    k_offsets_O: Tensor,
+    window: Window,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    # The kernels take the maximum before they scale, so the sign moves into the queries.
+    operands = (_rows(-q_THK if scale < 0 else q_THK), _rows(k_SGK), _rows(v_SGV))
+    window = _sides(window)
+    batch = q_offsets_O.shape[0] - 1
+    kernels = _kernels(*operands, batch=batch, window=window, deterministic=False)
+    return kernels.launch_forward(
+        *operands,
+        q_offsets_O.contiguous(),
+        k_offsets_O.contiguous(),
+        window=window,
+        scale=abs(scale),
+    )
+
+
+def _launch_backward(
+    grad_out_THV: Tensor,
+    grad_lse_TH: Tensor | None,
+    q_THK: Tensor,
+    k_SGK: Tensor,
+    v_SGV: Tensor,
+    out_THV: Tensor,
+    lse_TH: Tensor,
+    q_offsets_O: Tensor,
+    k_offsets_O: Tensor,
+    window: Window,
+    scale: float,
+    *,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    operands = (_rows(-q_THK if scale < 0 else q_THK), _rows(k_SGK), _rows(v_SGV))
+    window = _sides(window)
+    batch = q_offsets_O.shape[0] - 1
+    kernels = _kernels(*operands, batch=batch, window=window, deterministic=deterministic)
+    grad_q_THK, grad_k_SGK, grad_v_SGV = kernels.launch_backward(
+        _rows(grad_out_THV),
+        grad_lse_TH,
+        *operands,
+        out_THV.contiguous(),
+        lse_TH.contiguous(),
+        q_offsets_O.contiguous(),
+        k_offsets_O.contiguous(),
+        window=window,
+        scale=abs(scale),
+        deterministic=deterministic,
+    )
+    return -grad_q_THK if scale < 0 else grad_q_THK, grad_k_SGK, grad_v_SGV
+
+
+def _sides(window: Window) -> Window:
+    """Return the window with sides that no sequence can fill as open ones."""
+    left, right = (None if side is None or side >= OPEN_TOKENS else side for side in window)
+    return left, right
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     # An unused logsumexp then sends None, and the backward skips its part.
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[:3], *output, *inputs[3:7])
-    left_tokens, right_tokens, scale, ctx.has_lse, visible_pairs, impl = inputs[7:]
-    ctx.rest = (left_tokens, right_tokens, scale, visible_pairs, impl)
+    left_tokens, right_tokens, scale, ctx.has_lse, *others = inputs[7:]
+    ctx.rest = (left_tokens, right_tokens, scale, *others)
 
 
 def _differentiate(
@@ -149,12 +326,12 @@ def _differentiate(
     saved = ctx.saved_tensors
     if grad_out_THV is None:
         grad_out_THV = torch.zeros_like(saved[3])
-    if not ctx.has_lse:  # it has no rows then
+    if not ctx.has_lse:  # then it is not the caller's
         grad_lse_TH = None
     gradients = torch.ops.gem_attention.jagged_flash_attention_backward(
         grad_out_THV, grad_lse_TH, *saved, *ctx.rest
     )
-    return (*gradients, *([None] * 10))
+    return (*gradients, *([None] * 11))
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
@@ -200,6 +377,7 @@ def jagged_flash_attention(
     window: tuple[int | None, int | None] = (None, None),
     scale: float | None = None,
     return_lse: Literal[False] = False,
+    deterministic: bool = False,
     visible_pairs: int | None = None,
     impl: Impl = "auto",
 ) -> Tensor: ...
@@ -217,6 +395,7 @@ def jagged_flash_attention(
     window: tuple[int | None, int | None] = (None, None),
     scale: float | None = None,
     return_lse: Literal[True],
+    deterministic: bool = False,
     visible_pairs: int | None = None,
     impl: Impl = "auto",
 ) -> tuple[Tensor, Tensor]: ...
@@ -233,6 +412,7 @@ def jagged_flash_attention(
     window: tuple[int | None, int | None] = (None, None),
     scale: float | None = None,
     return_lse: bool = False,
+    deterministic: bool = False,
     visible_pairs: int | None = None,
     impl: Impl = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -251,9 +431,12 @@ def jagged_flash_attention(
             i of Lq stands at key i + Lk - Lq, so the last query stands at the last key.
         scale: factor of the scores; None for 1/sqrt(K).
         return_lse: also return the logsumexp of each row's scaled scores.
+        deterministic: take a backward whose bits are the same in every run, also where a faster
+            one exists; ``torch.use_deterministic_algorithms`` asks for the same.
         visible_pairs: pairs of query and key that see each other, for the FLOP count; None counts
             them from host lengths. Inside ``torch.compile`` it must be given.
-        impl: who computes it; see ``gem_opkit.impl``.
+        impl: who computes it; see ``gem_opkit.impl``. The kernels take float32, bfloat16 and
+            float16 and widths up to 256; ``auto`` gives the rest to the reference.
 
     Returns:
         out_THV in the dtype of q, and with ``return_lse`` lse_TH in float32 (float64 for
@@ -264,9 +447,12 @@ def jagged_flash_attention(
         DtypeError, DeviceError: operands of different or unknown dtypes, or devices.
         UnsupportedError: an ``impl`` that cannot run here, or uncounted pairs in a graph.
 
-    Numerics: computes and sums in float32 (float64 for float64), rounds once. The reference on a
-        CPU gives the same bits in every run with the same number of threads. What is not finite
-        in a key or value spoils its own sequence, hidden by the window or not, and no other.
+    Numerics: scores, softmax and sums in float32 (float64 for float64). The kernels round
+        probabilities and their gradients to the dtype of q before the second product, float32
+        not at all (no TF32); the reference rounds once, at the end. Forward bits are the same in
+        every run, those of the backward with ``deterministic``; of the reference on a CPU always,
+        with the same number of threads. What is not finite in a key or value may spoil its own
+        sequence, hidden by the window or not, and no other.
     Cost: 2·H·pairs·(K + V) FLOPs forward and 2·H·pairs·(3K + 2V) backward; no T×S matrix in
         memory.
     Source: Dao 2023 (arXiv:2307.08691) for keeping only the logsumexp; Meta's GEM training
@@ -286,19 +472,64 @@ def jagged_flash_attention(
         visible_pairs = count_visible_pairs(
             q_layout.lengths, k_layout.lengths, left_tokens, right_tokens
         )
-    out_THV, lse_TH = torch.ops.gem_attention.jagged_flash_attention(
+    out_THV, lse_TH = jagged_flash_attention_by_offsets(
         q_THK,
         k_SGK,
         v_SGV,
-        q_layout.offsets_O,
-        k_layout.offsets_O,
-        q_layout.lengths,
-        k_layout.lengths,
-        left_tokens,
-        right_tokens,
-        q_THK.shape[2] ** -0.5 if scale is None else float(scale),
-        return_lse,
-        visible_pairs,
-        resolve_impl(impl, q_THK.device, _NAME, has_triton=_HAS_TRITON),
+        (q_layout.offsets_O, k_layout.offsets_O),
+        (q_layout.lengths, k_layout.lengths),
+        window=(left_tokens, right_tokens),
+        scale=scale,
+        return_lse=return_lse,
+        deterministic=deterministic,
+        visible_pairs=visible_pairs,
+        impl=choose_implementation(impl, q_THK, v_SGV),
     )
     return (out_THV, lse_TH) if return_lse else out_THV
+
+
+def jagged_flash_attention_by_offsets(
+    q_THK: Tensor,
+    k_SGK: Tensor,
+    v_SGV: Tensor,
+    offsets: tuple[Tensor, Tensor],
+    lengths: tuple[Tensor, Tensor] | None,
+    *,
+    window: Window,
+    scale: float | None,
+    return_lse: bool,
+    deterministic: bool,
+    visible_pairs: int,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    """Call the operator with operands that were checked; ``flash_compat`` has no host lengths.
+
+    Args:
+        q_THK: as in ``jagged_flash_attention``.
+        k_SGK: as there.
+        v_SGV: as there.
+        offsets: of queries and keys.
+        lengths: of queries and keys in host memory; None where only the offsets are known.
+        window: as there, ``causal`` worked in.
+        scale: as there.
+        return_lse: as there.
+        deterministic: as there.
+        visible_pairs: as there.
+        impl: what ``choose_implementation`` returned.
+
+    Returns:
+        out_THV and lse_TH; the latter is the caller's only with ``return_lse``.
+    """
+    return torch.ops.gem_attention.jagged_flash_attention(
+        q_THK,
+        k_SGK,
+        v_SGV,
+        *offsets,
+        *(lengths or (None, None)),
+        *window,
+        q_THK.shape[2] ** -0.5 if scale is None else float(scale),
+        return_lse,
+        deterministic,
+        visible_pairs,
+        impl,
+    )

@@ -1,0 +1,188 @@
+"""Every kernel of attention compiles for Hopper and Blackwell, without a GPU."""
+
+import pytest
+
+from gem_attention.tiling.sizes import default_config, short_rows
+from gem_opkit.compile_checks import KernelVariant, compile_kernels
+from gem_opkit.tuning import LaunchConfig
+
+ATTENTION = "gem_attention.kernels.jagged_flash_attention.kernel"
+COUNTS = ("q_tokens", "k_tokens", "batch", "left", "right")
+FORWARD_POINTERS = ("q_ptr", "k_ptr", "v_ptr", "out_ptr")
+BACKWARD_POINTERS = ("q_ptr", "k_ptr", "v_ptr", "grad_out_ptr")
+LIST = {
+    "entries_ptr": "*i32",
+    "count_ptr": "*i32",
+    "q_offsets_ptr": "*i64",
+    "k_offsets_ptr": "*i64",
+}
+STRIDES = ("q_t", "q_h", "k_s", "k_h", "v_s", "v_h")
+
+
+def arguments(dtype, pointers, floats, scalars, strides, *, counts=COUNTS):
+    return (
+        dict.fromkeys(pointers, f"*{dtype}")
+        | dict.fromkeys(floats, "*fp32")
+        | LIST
+        | dict.fromkeys(counts, "i32")
+        | dict.fromkeys(scalars, "fp32")
+        | {f"stride_{name}": "i32" for name in strides}
+    )
+
+
+def constants(width, dtype, windowed, config, *, rows, columns):
+    block = max(16, 1 << (width - 1).bit_length())
+    return {
+        "GROUP": 2 if windowed else 1,
+        "WIDTH": width,
+        "VALUE_WIDTH": width,
+        "BLOCK_K": block,
+        "BLOCK_V": block,
+        "NATURAL": dtype == "fp32",
+        "HAS_LEFT": windowed,
+        "HAS_RIGHT": windowed,
+        rows: config.block_rows,
+        columns: config.block_columns,
+        "STAGES": config.stages,
+    }
+
+
+def config_of(kernel, width, dtype, *, mean=0):
+    size = 4 if dtype == "fp32" else 2
+    return default_config(
+        kernel, width=1 << (width - 1).bit_length(), element_bytes=size, mean=mean
+    )
+
+
+def forward(width, dtype, *, windowed=False):
+    config = config_of("forward", width, dtype)
+    return KernelVariant(
+        "_jagged_flash_attention_forward_kernel",
+        arguments(dtype, FORWARD_POINTERS, ["lse_ptr"], ["factor"], STRIDES),
+        {"HEADS": 4} | constants(width, dtype, windowed, config, rows="BLOCK_T", columns="BLOCK_S"),
+        config.warps,
+        config.stages,
+    )
+
+
+def backward(kernel, width, dtype, *, windowed=False):
+    config = config_of(kernel, width, dtype)
+    queries = kernel == "backward_queries"
+    written = ["grad_q_ptr"] if queries else ["grad_k_ptr", "grad_v_ptr"]
+    sides = ("BLOCK_T", "BLOCK_S") if queries else ("BLOCK_S", "BLOCK_T")
+    return KernelVariant(
+        f"_jagged_flash_attention_{kernel}_kernel",
+        arguments(
+            dtype,
+            [*BACKWARD_POINTERS, *written],
+            ["lse2_ptr", "delta_ptr"],
+            ["scale", "factor"],
+            (*STRIDES, "g_t", "g_h"),
+        ),
+        {"HEADS" if queries else "KV_HEADS": 4, "SHORT_T": 0}
+        | constants(width, dtype, windowed, config, rows=sides[0], columns=sides[1]),
+        config.warps,
+        config.stages,
+    )
+
+
+def short(width, dtype, rows):
+    config = LaunchConfig(rows, 64, 4, 2)
+    kept = constants(width, dtype, False, config, rows="BLOCK_T", columns="BLOCK_S")
+    return KernelVariant(
+        "_jagged_flash_attention_backward_short_kernel",
+        arguments(
+            dtype,
+            [*BACKWARD_POINTERS, "grad_q_ptr", "grad_k_ptr", "grad_v_ptr"],
+            ["lse2_ptr", "delta_ptr"],
+            ["scale", "factor"],
+            (*STRIDES, "g_t", "g_h"),
+            counts=COUNTS[:3],
+        ),
+        {"HEADS": 4} | {k: v for k, v in kept.items() if k not in ("GROUP", *WINDOWED)},
+        config.warps,
+        config.stages,
+    )
+
+
+WINDOWED = ("HAS_LEFT", "HAS_RIGHT")
+DELTA = KernelVariant(
+    "_jagged_flash_attention_delta_kernel",
+    dict.fromkeys(("out_ptr", "grad_out_ptr"), "*bf16")
+    | dict.fromkeys(("lse_ptr", "grad_lse_ptr", "lse2_ptr", "delta_ptr"), "*fp32")
+    | dict.fromkeys(("q_tokens", "stride_g_t", "stride_g_h", "stride_l_t", "stride_l_h"), "i32"),
+    {
+        "HEADS": 4,
+        "VALUE_WIDTH": 96,
+        "BLOCK_V": 128,
+        "NATURAL": False,
+        "BLOCK_T": 32,
+        "HAS_GRAD_LSE": True,
+    },
+)
+
+
+def test_attention_compiles():
+    variants = [
+        forward(128, "bf16"),
+        forward(48, "fp16", windowed=True),
+        DELTA,
+        backward("backward_queries", 64, "bf16", windowed=True),
+        backward("backward_keys", 64, "bf16"),
+        backward("backward_keys", 48, "fp16", windowed=True),
+        short(64, "bf16", 64),
+    ]
+    for report in compile_kernels(ATTENTION, variants):
+        product = "wgmma.mma_async" if report.capability == 90 else "tcgen05.mma"
+        if report.variant is not DELTA:
+            assert product in report.ptx
+        # Spilled registers cost speed. Only wider heads and windows of the gradients of keys spill.
+        if report.capability == 90 and not report.variant.constants.get("HAS_LEFT"):
+            assert report.stack_bytes == 0, report.variant
+
+
+def test_single_precision_compiles():
+    variants = [
+        forward(16, "fp32"),
+        backward("backward_queries", 16, "fp32"),
+        backward("backward_keys", 16, "fp32", windowed=True),
+    ]
+    for report in compile_kernels(ATTENTION, variants, capabilities=(90,)):
+        # No TF32: products in full precision have no tensor core.
+        assert "wgmma" not in report.ptx
+        assert "mma.sync" not in report.ptx
+
+
+@pytest.mark.parametrize("sequences", [20, 20_000])
+def test_tile_lists_compile(sequences):
+    by_sorting = sequences > 16_384
+    variant = KernelVariant(
+        "_tile_list_kernel",
+        {
+            "tiled_ptr": "*i32",
+            "other_ptr": "*i64",
+            "starts_ptr": "*i64" if by_sorting else "*i32",
+            "entries_ptr": "*i32",
+            "count_ptr": "*i32",
+            **dict.fromkeys(("tokens", "other_tokens", "batch", "span"), "i32"),
+        },
+        {
+            "BLOCK_TOKENS": 64,
+            "DESCENDING": by_sorting,
+            "HAS_STARTS": by_sorting,
+            "BLOCK_B": 16,
+            "BLOCK_C": 256,
+            "BLOCK_M": 64,
+        },
+    )
+    assert all(
+        report.stack_bytes == 0
+        for report in compile_kernels("gem_attention.tiling.kernel", [variant])
+    )
+
+
+def test_one_pass_backward_is_for_short_queries():
+    assert short_rows(32 * 7, 7, width=128) == 32
+    assert short_rows(64 * 7, 7, width=64) == 64
+    assert short_rows(65 * 7, 7, width=64) == 0
+    assert short_rows(32 * 7, 7, width=256) == 0

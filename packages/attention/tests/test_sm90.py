@@ -1,0 +1,247 @@
+"""The Hopper kernels: what they take, that they compile well, and that they are right."""
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from gem_attention.patterns import window_mask
+from gem_opkit.budget import check_budget
+from gem_opkit.checks import run_fresh
+
+FULL = (None, None)
+
+# Gluon has no interpreter, so without a GPU the kernels can only be compiled. Triton hides what
+# the assembler says of serialised matrix instructions, so it is asked again.
+COMPILE = """
+import json, pathlib, re, subprocess, tempfile
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+from gem_attention.hopper.backward.kernel_sm90 import backward_kernel
+from gem_attention.hopper.forward.kernel_sm90 import forward_kernel
+
+PTXAS = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+
+def described(dtype, block, swizzle=128):
+    bits = 32 if dtype == "fp32" else 16
+    layout = gl.NVMMASharedLayout(
+        swizzle_byte_width=swizzle, element_bitwidth=bits, rank=len(block)
+    )
+    return f"tensordesc<{{dtype}}{{list(block)}},{{layout!r}}>".replace(", ", ",", len(block) - 1)
+
+def compiled(kind, dtype, width, keys, stages, left, right, group):
+    rows = 64
+    constants = dict(
+        GROUP=group, ROWS=rows, KEYS=keys, WIDTH=width, STAGES=stages, LEFT=left, RIGHT=right,
+        DTYPE=gl.bfloat16 if dtype == "bf16" else gl.float16,
+    )
+    tile = described(dtype, (1, 1, rows, width))
+    block = described(dtype, (1, 1, keys, width))
+    half = described(dtype, (1, 1, keys // 2, width))
+    line = described("fp32", (1, rows), 0)
+    types = dict(
+        q_desc=tile, o_desc=tile, g_desc=tile, k_desc=block, v_desc=block, lse_desc=line,
+        delta_desc=line, dq_desc=described("fp32", (rows * width // 64, 32)), dk_desc=half,
+        dv_desc=half, lse="*fp32", tiles="*i32", count="*i32", q_offsets="*i32",
+        k_offsets="*i32", batch="i32", q_tokens="i32", k_tokens="i32", left="i32", right="i32",
+        scale="fp32",
+    )
+    if kind == "forward":
+        kernel, constants = forward_kernel, constants | dict(HEADS=4)
+    else:
+        kernel, constants = backward_kernel, constants | dict(KV_HEADS=4)
+    names = kernel.arg_names
+    signature = {{n: "constexpr" if n in constants else types[n] for n in names}}
+    aligned = {{(i,): [["tt.divisibility", 16]] for i, n in enumerate(names)
+               if signature[n].startswith("*")}}
+    values = {{(i,): constants[n] for i, n in enumerate(names) if n in constants}}
+    ptx = triton.compile(
+        GluonASTSource(kernel, signature, values, aligned),
+        target=GPUTarget("cuda", 90, 32), options={{"num_warps": 4, "maxnreg": 168}},
+    ).asm["ptx"]
+    with tempfile.TemporaryDirectory() as folder:
+        source = pathlib.Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        said = subprocess.run(
+            [PTXAS, "-v", "--gpu-name=sm_90a", source, "-o", folder + "/kernel.cubin"],
+            capture_output=True, text=True, check=True,
+        ).stderr
+    stack, = re.findall(r"(\\d+) bytes stack frame", said)
+    return dict(
+        serialised=sorted(set(re.findall(r"C75\\d\\d", said))), stack=int(stack),
+        wgmma="wgmma.mma_async" in ptx, tma="cp.async.bulk.tensor" in ptx,
+        adds="cp.reduce.async.bulk.tensor" in ptx,
+    )
+
+print(json.dumps([compiled(*variant) for variant in json.loads({request!r})]))
+"""
+# kind, dtype, width, keys, stages, left, right, group
+VARIANTS: list[list[Any]] = [
+    ["forward", "bf16", 128, 128, 2, False, False, 1],
+    ["forward", "bf16", 128, 64, 4, True, True, 2],
+    ["forward", "fp16", 64, 128, 4, False, True, 1],
+    ["backward", "bf16", 128, 128, 2, False, False, 1],
+    ["backward", "bf16", 128, 128, 2, True, True, 2],
+    ["backward", "fp16", 64, 128, 2, False, False, 1],
+]
+
+
+def test_every_variant_compiles_for_hopper_without_waiting_products():
+    reports = json.loads(run_fresh(COMPILE.format(request=json.dumps(VARIANTS)), timeout_s=300))
+    for variant, report in zip(VARIANTS, reports, strict=True):
+        assert report["serialised"] == [], variant
+        assert report["wgmma"], variant
+        assert report["tma"], variant
+        assert report["adds"] == (variant[0] == "backward"), variant
+        # Accumulators in memory would need 256 bytes and more; the backward parks a few addresses.
+        assert report["stack"] <= (0 if variant[0] == "forward" else 192), variant
+
+
+def test_takes_nothing_without_a_hopper_gpu():
+    code = """
+import torch
+from gem_attention.kernels.jagged_flash_attention.kernel_sm90 import supports
+x = torch.zeros(8, 2, 64, dtype=torch.bfloat16)
+print(supports(x, x, x, window=(None, None), deterministic=False))
+"""
+    assert run_fresh(code).strip() == "False"
+
+
+LENGTHS: dict[str, tuple[list[int], list[int]]] = {
+    "self": ([300, 1, 64, 129, 0, 128, 700], [300, 1, 64, 129, 0, 128, 700]),
+    "empty_sides": ([0, 37, 0, 200, 0], [5, 0, 0, 129, 7]),
+    "more_keys": ([100, 257, 64, 9], [333, 300, 500, 64]),
+    "fewer_keys": ([333, 300, 500, 64], [100, 257, 64, 9]),
+}
+WINDOWS = [FULL, (None, 0), (128, 128), (3, 0), (None, 40), (70, None)]
+
+
+def packed(
+    lengths: tuple[list[int], list[int]], *, width=128, group=2, dtype=torch.bfloat16, tail=3
+):
+    """Draw operands on the GPU, with rows of NaN behind the last sequence."""
+    heads = 2 * group
+    q_tokens, k_tokens = (sum(side) for side in lengths)
+    q = torch.randn(q_tokens + tail, heads, width, device="cuda", dtype=dtype)
+    k, v = (torch.randn(k_tokens + tail, 2, width, device="cuda", dtype=dtype) for _ in range(2))
+    grad_out = torch.randn_like(q)
+    grad_lse = torch.randn(q_tokens + tail, heads, device="cuda")
+    for x, tokens in [(q, q_tokens), (k, k_tokens), (v, k_tokens), (grad_out, q_tokens)]:
+        x[tokens:] = torch.nan
+    grad_lse[q_tokens:] = torch.nan
+    offsets = [torch.tensor([0, *side]).cumsum(0).to("cuda", torch.int32) for side in lengths]
+    return q, k, v, grad_out, grad_lse, *offsets
+
+
+def attended(operands, lengths, window, scale, dtype):
+    """Compute out, lse and the gradients with the masks of ``patterns``, a sequence at a time."""
+    q, k, v, grad_out, grad_lse, *_ = operands
+    leaves = [x.to(dtype).detach().requires_grad_() for x in (q, k, v)]
+    group = q.shape[1] // k.shape[1]
+    out = torch.zeros_like(q, dtype=dtype)
+    lse = torch.full(q.shape[:2], -torch.inf, device="cuda", dtype=dtype)
+    total = sum(x[:0].sum() for x in leaves)
+    q_begin = k_begin = 0
+    for q_length, k_length in zip(*lengths, strict=True):
+        rows, keys = slice(q_begin, q_begin + q_length), slice(k_begin, k_begin + k_length)
+        q_begin, k_begin = rows.stop, keys.stop
+        if not q_length or not k_length:
+            continue
+        q_i = leaves[0][rows].transpose(0, 1)
+        k_i, v_i = (x[keys].transpose(0, 1).repeat_interleave(group, 0) for x in leaves[1:])
+        mask = window_mask(q_length, k_length, *window).cuda()
+        score = (q_i @ k_i.transpose(1, 2) * scale).masked_fill(~mask, -torch.inf)
+        sees = mask.any(1)
+        lse_i = torch.logsumexp(score[:, sees], -1)
+        out_i = torch.exp(score[:, sees] - lse_i[..., None]) @ v_i
+        total = total + (out_i * grad_out[rows][sees].to(dtype).transpose(0, 1)).sum()
+        total = total + (lse_i * grad_lse[rows][sees].to(dtype).transpose(0, 1)).sum()
+        at = torch.arange(rows.start, rows.stop, device="cuda")[sees]
+        out[at] = out_i.detach().transpose(0, 1)
+        lse[at] = lse_i.detach().transpose(0, 1)
+    return out, lse, *torch.autograd.grad(total, leaves)
+
+
+def launched(operands, window, scale):
+    from gem_attention.kernels.jagged_flash_attention import kernel_sm90
+
+    q, k, v, grad_out, grad_lse, q_offsets, k_offsets = operands
+    assert kernel_sm90.supports(q, k, v, window=window, deterministic=False)
+    offsets = {"window": window, "scale": scale}
+    out, lse = kernel_sm90.launch_forward(q, k, v, q_offsets, k_offsets, **offsets)
+    gradients = kernel_sm90.launch_backward(
+        grad_out, grad_lse, q, k, v, out, lse, q_offsets, k_offsets, **offsets, deterministic=False
+    )
+    return out, lse, *gradients
+
+
+def check_right(operands, lengths, window):
+    scale = operands[0].shape[2] ** -0.5
+    actual = launched(operands, window, scale)
+    low = attended(operands, lengths, window, scale, operands[0].dtype)
+    exact = attended(operands, lengths, window, scale, torch.float64)
+    sides = [sum(lengths[0])] * 3 + [sum(lengths[1])] * 2
+    names = ["out", "lse", "grad_q", "grad_k", "grad_v"]
+    for name, tokens, *trio in zip(names, sides, actual, low, exact, strict=True):
+        mine, theirs, truth = (x[:tokens] for x in trio)
+        check_budget(mine, theirs.to(mine.dtype), truth, what=f"{name} of {window}")
+        tail = trio[0][tokens:]
+        empty = -math.inf if name == "lse" else 0.0
+        assert torch.equal(tail, torch.full_like(tail, empty)), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_right_for_every_pattern(lengths, window):
+    check_right(packed(lengths), lengths, window)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("window", [FULL, (100, 20)])
+def test_right_for_widths_and_dtypes(width, dtype, window):
+    operands = packed(LENGTHS["self"], width=width, group=1, dtype=dtype)
+    check_right(operands, LENGTHS["self"], window)
+
+
+@pytest.mark.gpu
+def test_reads_slices_of_a_fused_tensor_in_place():
+    lengths = LENGTHS["self"]
+    q, _, _, *rest = packed(lengths, group=1, tail=0)
+    fused = torch.randn(q.shape[0], 3, *q.shape[1:], device="cuda", dtype=q.dtype)
+    check_right((*fused.unbind(1), *rest), lengths, (None, 0))
+
+
+@pytest.mark.gpu
+def test_keys_have_one_owner():
+    operands = packed(LENGTHS["self"])
+    first = launched(operands, FULL, 0.1)
+    for _ in range(10):
+        again = launched(operands, FULL, 0.1)
+        for name, a, b in zip(["out", "lse", "q", "grad_k", "grad_v"], first, again, strict=True):
+            if name != "q":  # dQ is added up in no fixed order
+                assert torch.equal(a, b), name
+
+
+@pytest.mark.gpu
+def test_refuses_what_it_does_not_take():
+    from gem_attention.kernels.jagged_flash_attention.kernel_sm90 import supports
+
+    def taken(x, *, deterministic=False):
+        return supports(x, x, x, window=FULL, deterministic=deterministic)
+
+    good = torch.zeros(64, 2, 128, device="cuda", dtype=torch.bfloat16)
+    assert taken(good)
+    assert not taken(good, deterministic=True)
+    assert not taken(good.float())
+    assert not taken(good[..., :96])
+    assert not taken(good.transpose(0, 1).contiguous().transpose(0, 1))  # heads apart
+    wide = torch.zeros(64 * 260 + 8, device="cuda", dtype=torch.bfloat16)
+    assert not taken(wide[4 : 4 + 64 * 256].view(64, 2, 128))  # begins at 8 bytes
+    assert not taken(wide[: 64 * 260].view(64, 260)[:, :256].unflatten(1, (2, 128)))
