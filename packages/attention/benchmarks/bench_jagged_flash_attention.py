@@ -188,7 +188,7 @@ def gpu_peers(case: AttentionCase) -> dict[str, Fn]:
             x.view(len(layout.lengths), layout.max_length, *x.shape[1:]).transpose(1, 2)
             for x, layout in ((q, q_layout), (k, k_layout), (v, k_layout))
         ]
-        attention = torch.nn.attention
+        attention = importlib.import_module("torch.nn.attention")
         with attention.sdpa_kernel(attention.SDPBackend.CUDNN_ATTENTION):
             return F.scaled_dot_product_attention(*parts)
 

@@ -98,7 +98,7 @@ def test_every_variant_compiles_for_hopper_without_waiting_products():
         assert report["tma"], variant
         assert report["adds"] == (variant[0] == "backward"), variant
         # Accumulators in memory would need 256 bytes and more; the backward parks a few addresses.
-        assert report["stack"] <= (0 if variant[0] == "forward" else 192), variant
+        assert report["stack"] <= (0 if variant[0] == "forward" else 208), variant
 
 
 def test_takes_nothing_without_a_hopper_gpu():
@@ -233,12 +233,13 @@ def test_keys_have_one_owner():
 def test_refuses_what_it_does_not_take():
     from gem_attention.kernels.jagged_flash_attention.kernel_sm90 import supports
 
-    def taken(x, *, deterministic=False):
-        return supports(x, x, x, window=FULL, deterministic=deterministic)
+    def taken(x, *, deterministic=False, batch=1):
+        return supports(x, x, x, window=FULL, deterministic=deterministic, batch=batch)
 
     good = torch.zeros(64, 2, 128, device="cuda", dtype=torch.bfloat16)
     assert taken(good)
     assert not taken(good, deterministic=True)
+    assert not taken(good, batch=3)  # mostly padding
     assert not taken(good.float())
     assert not taken(good[..., :96])
     assert not taken(good.transpose(0, 1).contiguous().transpose(0, 1))  # heads apart

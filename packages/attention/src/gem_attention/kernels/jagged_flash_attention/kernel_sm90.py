@@ -32,12 +32,20 @@ _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 # Bounds of the ragged descriptors (gem_attention.hopper.device) and of int32 coordinates.
 _MOST_ROWS = 2**30
 _MOST_HEAD_ROWS = 2**28
+# Stands for 0, which would turn the -inf of hidden scores into NaN.
+_LEAST_SCALE = 2.0**-126
 # Registers of a thread at launch; the warps then trade them: 240 a consumer, 24 the producer.
 _REGISTERS = 168
 
 
 def supports(
-    q_THK: Tensor, k_SGK: Tensor, v_SGV: Tensor, *, window: Window, deterministic: bool
+    q_THK: Tensor,
+    k_SGK: Tensor,
+    v_SGV: Tensor,
+    *,
+    window: Window,
+    deterministic: bool,
+    batch: int = 0,
 ) -> bool:
     """Say whether the kernels of this file take a call.
 
@@ -47,13 +55,16 @@ def supports(
         v_SGV: values.
         window: keys visible left and right; any window is taken.
         deterministic: whether the backward must give the same bits in every run; it does not.
+        batch: number of sequences; 0 where it is not known.
 
     Returns:
         True for bf16 and fp16 on compute capability 9.0 with one head width of 64 or 128, heads
-        that lie side by side, and rows that begin at multiples of 16 bytes.
+        that lie side by side, rows that begin at multiples of 16 bytes, and sequences of at least
+        32 queries in the mean: shorter ones would mostly fill their tiles with padding.
     """
     del window
     tensors = (q_THK, k_SGK, v_SGV)
+    padded = q_THK.shape[0] + _ROWS * (batch + 1)
     return (
         not deterministic
         and all(x.is_cuda and x.dtype == q_THK.dtype for x in tensors)
@@ -62,7 +73,8 @@ def supports(
         and q_THK.shape[2] in _WIDTHS
         and v_SGV.shape[2] == q_THK.shape[2]
         and max(q_THK.shape[0], k_SGK.shape[0]) < _MOST_ROWS
-        and q_THK.shape[0] * q_THK.shape[1] < _MOST_HEAD_ROWS
+        and padded * q_THK.shape[1] < _MOST_HEAD_ROWS
+        and _ROWS * batch <= 2 * q_THK.shape[0]
         and all(_packs(x) for x in tensors)
     )
 
@@ -105,6 +117,7 @@ def launch_forward(
         block_tokens=2 * _ROWS,
         window=window,
     )
+    scale = scale or _LEAST_SCALE
     block, stages = _forward_config(width, window, keys / max(len(k_offsets_O) - 1, 1))
     left, right = window
     with torch.cuda.device(q_THK.device):
@@ -195,6 +208,7 @@ def launch_backward(
         (padded // _ROWS * heads * 2 * block_rows, 32), dtype=torch.float32, device=device
     )
     left, right = window
+    scale = scale or _LEAST_SCALE
     with torch.cuda.device(device):
         prepare_kernel[(q_tiles.capacity * heads,)](
             out_THV,

@@ -239,7 +239,9 @@ def _kernels(
     if q_THK.is_cuda and not (few and window == (None, None)):
         from gem_attention.kernels.jagged_flash_attention import kernel_sm90
 
-        if kernel_sm90.supports(q_THK, k_SGK, v_SGV, window=window, deterministic=deterministic):
+        if kernel_sm90.supports(
+            q_THK, k_SGK, v_SGV, window=window, deterministic=deterministic, batch=batch
+        ):
             chosen = kernel_sm90
     key = (chosen.__name__, q_THK.device.type, q_THK.dtype, q_THK.shape[2], v_SGV.shape[2])
     if key not in _announced:
