@@ -30,47 +30,6 @@ def add_to_global(descriptor, coordinates, source, _semantic=None):
 
 
 @gluon.jit
-def before_next_wait(total):
-    """Return sums of exponentials (fp32, not negative), computed before the next wait for wgmma.
-
-    The assembler moves whatever it may behind that wait, and the exponentials would no longer
-    overlap the product. It moves nothing that a sleep depends on; this one never comes.
-    """
-    return gl.inline_asm_elementwise(
-        "{ .reg .pred q; setp.lt.f32 q, $1, 0f00000000; @q nanosleep.u32 1; mov.f32 $0, $1; }",
-        "=f,f",
-        [total],
-        dtype=gl.float32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def weights_before_next_wait(p):
-    """Do the same for softmax weights in 16 bits, eight at a time.
-
-    No weight is negative, and a NaN has its whole exponent set, so that together they never make
-    the bits that the sleep asks for.
-    """
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .b32 t; .reg .pred q;
-        lop3.b32 t, $4, $5, $6, 0xfe;
-        or.b32 t, t, $7;
-        setp.eq.b32 q, t, 0x80000001;
-        @q nanosleep.u32 1;
-        mov.b32 $0, $4; mov.b32 $1, $5; mov.b32 $2, $6; mov.b32 $3, $7;
-        }""",
-        "=r,=r,=r,=r,r,r,r,r",
-        [p],
-        dtype=p.dtype,
-        is_pure=False,
-        pack=8,
-    )
-
-
-@gluon.jit
 def items_of(items, programs, program):
     """Return how many of the items a program gets."""
     turns = items // programs

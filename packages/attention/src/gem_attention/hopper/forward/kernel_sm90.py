@@ -23,7 +23,6 @@ from gem_attention.hopper.device import (
     BOUND,
     LN_2,
     LOG2_E,
-    before_next_wait,
     item_at,
     items_of,
     keys_seen,
@@ -188,7 +187,7 @@ def _take_tiles(
             base = gl.where(higher == float("-inf"), 0.0, higher)
         p = gl.exp2(x * factor - base[:, None])
         shrink = gl.exp2(peak - base)
-        total = before_next_wait(total * shrink + gl.sum(p, 1))
+        total = total * shrink + gl.sum(p, 1)
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         mbarrier.arrive(v_empty.index(stage), count=1)
         acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, O_LAYOUT))[:, None]
