@@ -1,6 +1,7 @@
 """What peers read is what our model reads, row by row."""
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -118,3 +119,22 @@ def test_padding_keeps_the_newest_events():
     assert peer_inputs.lengths((offsets, values), 3).tolist() == [0, 2, 3]
     nothing = np.zeros(3, np.int64), np.zeros(0, np.int64)
     assert peer_inputs.padded(nothing, 2).tolist() == [[0, 0], [0, 0]]
+
+
+def test_predictions_of_other_inputs_or_seeds_are_not_taken_for_these(
+    exported, tmp_path, monkeypatch
+):
+    _, meta, _, _ = exported
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    bench_peers = load(BENCHMARKS / "bench_peers.py")
+    inputs = tmp_path / "inputs"
+    inputs.mkdir()
+    files = []
+    for stamp, seeds in ((meta["stamp"], [1, 2]), (meta["stamp"], [1, 2]), ("other", [1, 2])):
+        (inputs / "inputs.json").write_text(json.dumps({**meta, "stamp": stamp}))
+        peer = bench_peers.PEERS["din"]
+        files.append(bench_peers.predictions_file(peer, inputs, "click", "raw", seeds))
+    files.append(bench_peers.predictions_file(peer, inputs, "click", "raw", [1]))
+    assert files[0] == files[1]
+    assert len(set(files)) == 3
+    assert {file.parent for file in files} == {tmp_path}

@@ -170,6 +170,33 @@ def test_page_of_dims_is_the_legend_of_the_code():
     assert (ROOT / "docs" / "dims.md").read_text() == dims_markdown()
 
 
+ROOMS = ("", "data", "data/checks", "data/statistics", "model", "train", "report", "doctor")
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_the_page_of_the_architecture_names_every_module(room: str):
+    """A module without a place there is one that nobody will look for."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    source = next(import_folder(package) for package in PACKAGES if package.name == "gem")
+    modules = {file.stem for file in (source / room).glob("*.py")} - {"__init__"}
+    assert modules
+    assert {name for name in modules if f"`{name}`" not in page} == set()
+    folders = {str(file.parent.relative_to(source)) for file in source.rglob("*.py")}
+    assert folders == {room or "." for room in ROOMS}
+
+
+def test_the_page_of_the_architecture_names_no_module_that_is_not_there():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    rooms = page.partition("## The rooms of gem")[2].partition("## Where to look")[0]
+    cells = [line.split(" | ")[-1] for line in rooms.splitlines() if line.startswith("| ")]
+    named = {name for cell in cells for name in re.findall(r"`([a-z_]+)`", cell)}
+    source = next(import_folder(package) for package in PACKAGES if package.name == "gem")
+    there = {path.stem for path in source.rglob("*.py")}
+    there |= {path.name for path in source.rglob("*") if path.is_dir()}
+    assert len(named) > 80
+    assert named <= there
+
+
 def test_result_rows_say_what_was_measured():
     for file in ROOT.glob("results/*/*.jsonl"):
         for line in file.read_text().splitlines():

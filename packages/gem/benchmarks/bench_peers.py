@@ -9,6 +9,7 @@ from predictions, by the code that measures ours. Rows of the same case replace 
 """
 
 import argparse
+import hashlib
 import json
 import os
 import statistics
@@ -20,7 +21,7 @@ from typing import Any
 
 import numpy as np
 from bench_quality import METRICS, RESULTS, paired_bootstrap, row_losses, run_recipe, test_rows
-from flat_inputs import History, export_inputs
+from flat_inputs import META_FILE, History, export_inputs
 from rich.console import Console
 
 from gem.config import RunConfig, load_recipe
@@ -109,6 +110,29 @@ def peer_inputs(recipe: str, settings: Sequence[str]) -> RunConfig:
     return config.model_copy(update={"data": data})
 
 
+def predictions_file(
+    peer: Peer, inputs: Path, task: str, variant: str, seeds: Sequence[int]
+) -> Path:
+    """Where the predictions of a peer lie.
+
+    Args:
+        peer: whom.
+        inputs: folder of the flat inputs.
+        task: label.
+        variant: kind of inputs.
+        seeds: of its fits.
+
+    Returns:
+        a file beside the inputs, another one for other inputs, seeds or code: predictions of an
+        older recipe must not be taken for those of this one.
+    """
+    code = [RUNNERS / peer.script, RUNNERS / "inputs.py", RUNNERS / "runner.py"]
+    parts = [(inputs / META_FILE).read_bytes(), json.dumps(list(seeds)).encode()]
+    parts += [file.read_bytes() for file in (*code, RUNNERS / f"{peer.environment}.txt")]
+    digest = hashlib.sha256(b"\0".join(parts)).hexdigest()[:12]
+    return inputs.parent / f"{Path(peer.script).stem}-{variant}-{task}-{digest}.npz"
+
+
 def train_peer(
     peer: Peer, inputs: Path, task: str, variant: str, chosen: argparse.Namespace
 ) -> dict[str, Any]:
@@ -133,7 +157,7 @@ def train_peer(
             f"bench_peers: --environments must hold peers-{peer.environment}; got "
             f"{chosen.environments}; run: nox -s peers"
         )
-    out = inputs.parent / f"{Path(peer.script).stem}-{variant}-{task}.npz"
+    out = predictions_file(peer, inputs, task, variant, chosen.seeds)
     if not out.exists() or chosen.again:
         command = [str(python), str(RUNNERS / peer.script), "--inputs", str(inputs)]
         command += ["--task", task, "--variant", variant, "--out", str(out)]

@@ -22,6 +22,7 @@ from rich.console import Console
 
 from gem.config import load_recipe
 from gem.train.loop import train
+from gem.train.metrics import KEYS
 from gem.train.normalized_entropy import CLIP, binary_entropy
 from gem.train.progress import Display
 from gem.train.run import PREDICTIONS_FILE
@@ -30,7 +31,7 @@ from gem_opkit.bench import provenance, write_rows
 RESULTS = Path(__file__).resolve().parents[3] / "results" / "cpu" / "quality.jsonl"
 RESAMPLES = 10_000
 PERIODS = ("progressive", "valid", "test")
-METRICS = ("ne", "auc", "gauc", "logloss", "calibration")
+METRICS = KEYS
 _CHUNK = 100
 
 

@@ -50,6 +50,7 @@ device = "cpu"
 """
 TRAIN = ("train", "recipe.toml", "--out", "new")
 RESUME = ("train", "recipe.toml", "--out", "run", "--resume")
+PREDICT = ("predict", "run", "--out", "new")
 EXAMPLES = "data/examples/part-00000.parquet"
 
 
@@ -147,6 +148,11 @@ def unsorted() -> None:
     pq.write_table(pa.concat_tables([table.slice(200), table.slice(0, 200)]), EXAMPLES)
 
 
+def all_checkpoints_cut() -> None:
+    for path in Path("run/checkpoints").glob("*/__0_0.distcp"):
+        path.write_bytes(path.read_bytes()[:-1])
+
+
 def renamed(before: str, after: str) -> Callable[[], None]:
     def make() -> None:
         table = pq.read_table(EXAMPLES)
@@ -182,6 +188,8 @@ CASES = (
     Case("The recipe", "an unknown key", set_key("train.batchsize=3")),
     Case("The recipe", "an unknown key, deep down", set_key("model.tower_width=[8]")),
     Case("The recipe", "a value of the wrong type", set_key("train.batch_examples=many")),
+    Case("The recipe", "a whole number beyond 64 bits", set_key(f"train.passes={10**22}")),
+    Case("The recipe", "a number beyond 32 bits", set_key("train.tables.lr=1e300")),
     Case("The recipe", "a value out of its range", set_key("train.batch_examples=0")),
     Case("The recipe", "an unknown kind of model", set_key("model.kind=gen")),
     Case("The recipe", "two keys that do not fit", set_key("train.window_steps=30")),
@@ -194,10 +202,8 @@ CASES = (
     Case("The recipe", "a stream that is not there", set_key("data.streams.clcks={}")),
     Case("The recipe", "a label that is not there", set_key("data.statistics.0.label=clik")),
     Case(
-        "The recipe",
-        "a base that is not there",
-        set_key("seed=2"),
-        write("recipe.toml", 'base = "other.toml"\n'),
+        *("The recipe", "a base that is not there"),
+        *(TRAIN, write("recipe.toml", 'base = "other.toml"\n')),
     ),
     Case("The recipe", "a number format that is not built", set_key("precision.default=mxfp8")),
     Case("The recipe", "sharding, which is not built", set_key("parallel.shard=2")),
@@ -260,10 +266,19 @@ CASES = (
         RESUME,
         flip("run/checkpoints/step-4/__0_0.distcp"),
     ),
+    Case("The run", "no checkpoint that is whole", RESUME, all_checkpoints_cut),
     Case("The run", "no such run", ("eval", "nowhere")),
     Case(
         *("The run", "a run without a checkpoint", ("eval", "run")),
         lambda: shutil.rmtree("run/checkpoints"),
+    ),
+    Case(
+        *("The run", "a split named twice"),
+        (*PREDICT, "--split", "test", "--split", "test"),
+    ),
+    Case(
+        *("The run", "a link that leads nowhere", PREDICT),
+        lambda: Path("new").symlink_to("nowhere"),
     ),
 )
 
@@ -384,12 +399,14 @@ Faults that a table cannot show:
 
 - **Ctrl-C or SIGTERM** during training ends after the step, with a checkpoint, and prints the
   command that goes on from there (exit code 130, or 143). Before the first step and in every other
-  command it ends at once with `interrupted`.
+  command Ctrl-C ends at once with `interrupted`. What was being written never counts, and the next
+  try removes it.
 - **A full disk** while a checkpoint is written ends the run with `checkpoint: run/checkpoints must
   take another checkpoint; got [Errno 28] No space left on device: ...; free space there, then
   continue with --resume`. The checkpoint before it is whole; the torn one is removed.
 - **A kill** while a checkpoint is written leaves a folder `partial-step-N`, which never counts and
-  which the next checkpoint removes.
+  which the next checkpoint removes. A checkpoint that was damaged later is passed over while an
+  older one is whole; where none is, `--resume` refuses, as to begin anew would overwrite the log.
 - **Under torchrun** rank 0 tells what every rank finds; the line of another rank begins with
   `rank N:`. The launcher then prints a report of its own, which repeats the line at its end.
 - **Too little memory** is told as such; the fix is a smaller batch, table or model.

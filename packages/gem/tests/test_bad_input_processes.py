@@ -229,9 +229,47 @@ def test_folders_without_permission(world):
     assert (code, err) == (0, "")
 
 
-def test_too_little_memory_is_one_line(world):
-    """More than any machine has, so that nothing is really taken."""
-    words = (*TRAIN, "--set", "model.embeddings.embedding_dim=100000000000")
+@pytest.mark.parametrize("locked", ["", "step-4", "step-4/manifest.json"])
+def test_a_checkpoint_that_may_not_be_read_is_not_taken_for_a_missing_one(world, locked):
+    """To begin anew, or from an older one, would overwrite what is there."""
+    path, log = Path("run/checkpoints", locked), Path("run/metrics.jsonl")
+    before, mode = log.read_bytes(), path.stat().st_mode
+    path.chmod(0)
+    code, _, err = Forked(world, RESUME, obeys_permissions=True).start().outcome()
+    path.chmod(mode)
+    assert (code, err.count("\n")) == (2, 1), err
+    assert re.search(r"run/checkpoints\S* must be open to this user; got permission denied", err)
+    assert log.read_bytes() == before
+
+
+def test_a_folder_of_data_that_may_not_be_read_is_not_taken_for_an_empty_one(world):
+    Path("data/examples").chmod(0)
+    code, _, err = Forked(world, TRAIN, obeys_permissions=True).start().outcome()
+    Path("data/examples").chmod(0o755)
+    assert (code, err.count("\n")) == (2, 1), err
+    assert "data/examples must be open to this user; got permission denied" in err
+
+
+def test_a_file_of_a_checkpoint_that_may_not_be_read_is_not_to_be_removed(world):
+    path = Path("run/checkpoints/step-4/__0_0.distcp")
+    path.chmod(0)
+    code, _, err = Forked(world, RESUME, obeys_permissions=True).start().outcome()
+    path.chmod(0o644)
+    assert (code, err.count("\n")) == (2, 1), err
+    assert err.endswith("got a file that cannot be read; check its permissions and the disk\n")
+
+
+def test_names_that_are_no_text_are_refused_before_anything_is_done(world):
+    code, _, err = run(world, ("train", "recipe.toml", "--out", "new\udcff"))
+    assert (code, err.count("\n")) == (2, 1), err
+    assert r"must be text in UTF-8, as Parquet takes no other names; got 'new\udcff'" in err
+    assert not Path("new\udcff").exists()
+
+
+@pytest.mark.parametrize("columns", [10**11, 2**62])
+def test_too_little_memory_is_one_line(world, columns):
+    """More than any machine has, so that nothing is really taken; and more than can be counted."""
+    words = (*TRAIN, "--set", f"model.embeddings.embedding_dim={columns}")
     code, _, err = run(world, words)
     assert (code, err.count("\n")) == (2, 1)
     assert "gem train: memory must hold the model, its optimizers and a batch; got " in err

@@ -1,5 +1,6 @@
 """The command line, as a person or a script meets it."""
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -16,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from gem.cli import main
-from gem.data.prepare import default_folder, prepare
+from gem.config import shipped_recipes
+from gem.data.prepare import NAMES, default_folder, prepare
 
 RESULTS = ("steps", "examples", "progressive", "valid", "test")
 
@@ -175,6 +177,44 @@ def test_help_keeps_the_command_for_several_ranks_whole(gem, monkeypatch):
     assert any(
         line.strip() == "torchrun --nproc-per-node N -m gem train ..." for line in out.splitlines()
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [(("train",), shipped_recipes()), (("data", "prepare"), NAMES)],
+)
+def test_help_names_everything_that_can_be_asked_for(gem, words, names):
+    _, out, _ = gem(*words, "--help")
+    assert names
+    assert all(re.search(rf"\b{name}\b", out) for name in names)
+
+
+def test_help_flows_at_any_width(gem, monkeypatch):
+    for width in (60, 120):
+        monkeypatch.setenv("COLUMNS", str(width))
+        _, out, _ = gem("eval", "--help")
+        above = out.split("╭")[0].splitlines()
+        start = next(i for i, line in enumerate(above) if line.strip().startswith("RUN may"))
+        text = [line.strip() for line in above[start:] if line.strip()]
+        # No line ends where the first word of the next one would have fitted.
+        for line, after in itertools.pairwise(text):
+            assert len(line) + 1 + len(after.split()[0]) > width - 2
+
+
+def test_what_doctor_says_is_a_line_each_in_a_pipe(gem):
+    found = json.loads(gem("doctor", "--json")[1])
+    lines = gem("doctor")[1].splitlines()
+    said = [*(f"note: {text}" for text in found["notes"]), *found["problems"]]
+    assert found["notes"]
+    assert all(any(line.endswith(text) for line in lines) for text in said)
+    assert max(map(len, lines)) < 400  # nothing is filled up to the edge that a pipe has not
+
+
+def test_a_switch_shows_no_value_in_the_help(gem):
+    for words in ((), ("train",), ("data",), ("data", "check"), ("doctor",)):
+        _, out, _ = gem(*words, "--help")
+        assert "--help" in out
+        assert "<bool>" not in out
 
 
 def test_training_again_needs_resume(gem, tiny_file, data):

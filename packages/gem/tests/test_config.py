@@ -250,3 +250,21 @@ def test_rules_are_said_in_the_words_of_toml(override, rule):
 
 def test_raw_files_and_a_made_data_set_exclude_each_other():
     assert "remove one of the two" in refused("data.folder=a", "data.source=b")
+
+
+@pytest.mark.parametrize(
+    ("override", "rule"),
+    [
+        (f"train.passes={2**63}", "key 'train.passes' must fit in 64 bits"),
+        (f"data.max_rows=-{10**30}", "key 'data.max_rows' must fit in 64 bits"),
+        ("train.dense.lr=1e39", "key 'train.dense.lr' must be 0 or lie between"),
+        ("train.dense.lr=1e7", "key 'train.dense.lr' must be less than or equal to"),
+        ("data.statistics.0.x=[1e-39]", "key 'data.statistics.0.x.0' must be 0 or lie between"),
+        ("train.threads=100000", "key 'train.threads' must be less than or equal to 1024"),
+        ("data.streams.clicks.max_events=99999999", "'data.streams.clicks.max_events' must be"),
+    ],
+)
+def test_numbers_that_no_tensor_holds_are_refused(override, rule):
+    with pytest.raises(ConfigError) as fault:
+        parse(override)
+    assert str(fault.value).startswith("recipe tiny: ") and rule in str(fault.value)

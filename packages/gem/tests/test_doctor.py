@@ -13,12 +13,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from gem import doctor
-from gem.doctor import Package, examine
-from gem.doctor_devices import Device
-from gem.doctor_formats import FORMATS, cpu_formats, cuda_formats, format_findings
-from gem.doctor_kernels import operator_findings
-from gem.doctor_page import page
+from gem.doctor import examine as examining
+from gem.doctor import packages as parts
+from gem.doctor.devices import Device, resource_problems
+from gem.doctor.examine import examine
+from gem.doctor.formats import FORMATS, cpu_formats, cuda_formats, format_findings
+from gem.doctor.kernels import operator_findings
+from gem.doctor.packages import PARTS, Package
+from gem.doctor.page import page
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +54,7 @@ def test_a_sound_installation(found):
     assert found.problems == []
     assert found.packages["torch"].version == torch.__version__
     assert found.packages["gem_attention"].version is not None
-    assert {part.state for name, part in found.packages.items() if doctor.PARTS[name].needed} == {
-        "loads"
-    }
+    assert {part.state for name, part in found.packages.items() if PARTS[name].needed} == {"loads"}
     cpu = found.devices["cpu"]
     assert (cpu.kind, cpu.capability) == ("cpu", None)
     assert cpu.memory_bytes > 2**30
@@ -138,7 +138,8 @@ def test_what_runs_on_a_gpu_is_what_the_operator_says(tmp_path, monkeypatch):
         ((9, 0), (12, 8), "fp32 tf32 bf16 fp16 fp8_e4m3 fp8_e5m2"),
         ((10, 0), (13, 0), "fp32 tf32 bf16 fp16 fp8_e4m3 fp8_e5m2 mxfp8"),
         ((10, 0), (12, 6), "fp32 tf32 bf16 fp16 fp8_e4m3 fp8_e5m2"),
-        ((12, 0), (13, 0), "fp32 tf32 bf16 fp16 fp8_e4m3 fp8_e5m2"),
+        ((12, 0), (13, 0), "fp32 tf32 bf16 fp16 fp8_e4m3 fp8_e5m2 mxfp8"),
+        ((12, 0), (12, 9), "fp32 tf32 bf16 fp16 fp8_e4m3 fp8_e5m2"),
     ],
 )
 def test_formats_of_gpus(capability, cuda, native):
@@ -154,6 +155,9 @@ def test_formats_of_cpus():
     assert cpu_formats([])["bf16"].state == "emulated"
     assert cpu_formats(["fpu", "AVX512_BF16"])["bf16"].state == "native"
     assert cpu_formats(["amx_fp16"])["fp16"].state == "native"
+    # Arm: as torch names the features, and as Linux does.
+    for flags in (["neon", "bf16", "fp16_arith"], ["asimd", "bf16", "asimdhp"]):
+        assert {cpu_formats(flags)[name].state for name in ("bf16", "fp16")} == {"native"}
     assert cpu_formats([])["tf32"].state == "absent"
 
 
@@ -183,7 +187,7 @@ def test_a_gpu_has_its_column_and_lacks_triton(found, monkeypatch):
     assert "on cuda:0 and 7 more" in shown(eight)
     assert shown(eight).count("on cuda") == 2
     # And where such a machine has no Triton:
-    monkeypatch.setattr(doctor, "find_devices", lambda *_: (both.devices, states))
+    monkeypatch.setattr(examining, "find_devices", lambda *_: (both.devices, states))
     there = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *a: None if name == "triton" else there(name, *a)
@@ -246,15 +250,15 @@ def test_it_answers_although_everything_is_broken(tmp_path):
     ],
 )
 def test_torchrec_and_fbgemm_are_judged_together(tmp_path, monkeypatch, fbgemm, source, state, why):
-    fits = doctor._FBGEMM_OF_TORCH[".".join(torch.__version__.split(".")[:2])]
+    fits = parts._FBGEMM_OF_TORCH[".".join(torch.__version__.split(".")[:2])]
     make_module(tmp_path, "torchrec", "", "1.6.1")
     make_module(tmp_path, "fbgemm_gpu", source, fbgemm.format(fits=fits))
     monkeypatch.syspath_prepend(tmp_path)
-    packages = {name: doctor._package(name) for name in ("torch", "torchrec", "fbgemm_gpu")}
-    found = doctor._torchrec(packages)
+    packages = {name: parts.find_package(name) for name in ("torch", "torchrec", "fbgemm_gpu")}
+    found = parts.find_torchrec(packages)
     assert found.state == state
     assert found.why.startswith(why)
-    said = doctor._of_torchrec(found)
+    said = parts.torchrec_lines(found)
     assert (said == []) == (state == "loads")
     assert all(
         line.endswith("install torchrec as the README of gem-embeddings says") for line in said
@@ -263,13 +267,13 @@ def test_torchrec_and_fbgemm_are_judged_together(tmp_path, monkeypatch, fbgemm, 
 
 def test_an_old_torch_and_a_small_machine_are_problems(found):
     old = {**found.packages, "torch": Package("2.10.1", "loads", "", "everything")}
-    assert doctor._torch_problems(old) == [
+    assert parts.package_problems(old) == [
         "torch is 2.10.1; 2.11 or newer is needed: pip install -U torch"
     ]
-    assert doctor._torch_problems(found.packages) == []
+    assert parts.package_problems(found.packages) == []
     small = replace(found.devices["cpu"], memory_bytes=2**30)
     disk = replace(found.disk, free_bytes=2**20, writable=False)
-    lines = doctor.resource_problems(small, disk)
+    lines = resource_problems(small, disk)
     assert [line.split(" of ")[0] for line in lines[:1]] == ["this machine has 1.0 GiB"]
     assert "0.0 GiB are free" in lines[1] and "is not writable" in lines[2]
 

@@ -16,6 +16,7 @@ from gem_jagged.ops import (
     jagged_to_padded,
     padded_to_jagged,
 )
+from gem_jagged.sums import kernel as sums
 from gem_opkit.errors import UnsupportedError
 from gem_opkit.testing import (
     LENGTH_CASES,
@@ -226,3 +227,71 @@ def test_a_sum_has_the_same_bits_in_every_batch():
     batch = torch.cat([torch.randn(77, 8), values, torch.randn(300, 8)])
     together = jagged_sum(batch, Layout.from_lengths([70, 7, 1000, 300]), impl="triton")
     assert torch.equal(together[2], alone[0])
+
+
+def test_gradients_behind_the_last_offset_are_zero():
+    ops, offsets = torch.ops.gem_jagged, torch.tensor([0, 2, 2, 5])
+    values = torch.randn(9, 4, requires_grad=True)
+    dense, weights = torch.randn(3, 4, requires_grad=True), torch.randn(3, 4, 4)
+    for out in (
+        ops.jagged_broadcast_add(values, offsets, dense, "triton"),
+        ops.jagged_dense_bmm(values, offsets, weights, None, 3, "triton"),
+        ops.jagged_sum(values, offsets, "triton"),
+        ops.jagged_mean(values, offsets, "triton"),
+        ops.jagged_to_padded(values, offsets, 4, 3, 0.0, "left", "triton"),
+    ):
+        [grad] = torch.autograd.grad(out, values, torch.full_like(out, 2.0), retain_graph=True)
+        assert grad[:5].ne(0).all()
+        assert grad[5:].eq(0).all()
+
+
+def test_offsets_and_indices_may_be_strided():
+    """Every second number of a longer tensor: kernels must not read the numbers between."""
+    ops = torch.ops.gem_jagged
+
+    def spread(*numbers):
+        apart = torch.full((2 * len(numbers),), 10**6)
+        apart[::2] = torch.tensor(numbers)
+        return apart[::2]
+
+    offsets, other, indices = spread(0, 2, 2, 5), spread(0, 1, 1, 2), spread(2, 0)
+    values, dense, weights = torch.randn(5, 4), torch.randn(3, 4), torch.randn(3, 4, 4)
+    joined, padded = torch.randn(7, 4), torch.randn(3, 3, 4)
+    selected = spread(0, 3, 5)
+    for call in (
+        lambda o, p, i, s, impl: ops.jagged_to_padded(values, o, 3, 3, 0.0, "left", impl),
+        lambda o, p, i, s, impl: ops.padded_to_jagged(padded, o, 5, "right", impl),
+        lambda o, p, i, s, impl: ops.jagged_concat(values, o, values[:2], p, impl),
+        lambda o, p, i, s, impl: ops.jagged_split(joined, o, p, 5, impl),
+        lambda o, p, i, s, impl: ops.jagged_take_last(values, o, p, 2, impl),
+        lambda o, p, i, s, impl: ops.jagged_index_select(values, o, i, s, 5, impl),
+        lambda o, p, i, s, impl: ops.jagged_index_select_backward(values, o, i, s, 5, impl),
+        lambda o, p, i, s, impl: ops.jagged_sum(values, o, impl),
+        lambda o, p, i, s, impl: ops.jagged_mean_backward(dense, o, 5, impl),
+        lambda o, p, i, s, impl: ops.jagged_broadcast_add(values, o, dense, impl),
+        lambda o, p, i, s, impl: ops.jagged_dense_bmm(values, o, weights, None, 3, impl),
+        lambda o, p, i, s, impl: ops.jagged_dense_bmm_backward(
+            values, values, o, weights, 3, True, impl
+        ),
+    ):
+        near = [index.contiguous() for index in (offsets, other, indices, selected)]
+        expected = call(*near, "triton")
+        actual = call(offsets, other, indices, selected, "triton")
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def test_wide_rows_fit_a_grid(monkeypatch):
+    """Matrices of 1024 x 1024 are summed as rows of 2^20; a second grid axis ends at 65,535."""
+    grids = []
+
+    class Recorder:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return lambda *_, **__: None
+
+    monkeypatch.setattr(sums, "_long_sum_kernel", Recorder())
+    partial, out = torch.zeros(1, 2**20), torch.zeros(1, 2**20)
+    sums.add_long_sums(partial, torch.tensor([0, 1]), out, piece=8192)
+    [grid] = grids
+    assert max(grid[1:], default=1) <= 65_535
+    assert 2**20 // 16 <= grid[0] < 2**31

@@ -1,4 +1,5 @@
 import json
+import threading
 
 import pytest
 
@@ -56,12 +57,67 @@ def test_a_bucket_is_searched_once_and_kept_on_disk(cache, monkeypatch):
     assert [path.name for path in cache.parent.iterdir()] == ["gpu.json"]
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", '{"a": {"rows": 1}}'])
+def test_a_search_reaches_the_threads_of_the_process(cache):
+    # On a GPU the backward runs on a thread of torch's own, where a thread's mark is not seen.
+    picked = []
+    with searching(), searching():
+        pass
+    with searching():
+        thread = threading.Thread(target=lambda: picked.append(pick(Clock())))
+        thread.start()
+        thread.join()
+    assert picked == [FAST]
+    assert pick(Clock(), bucket="after") == SLOW
+
+
+SETTING = '{"block_rows": %s, "block_columns": 64, "warps": 4, "stages": 2}'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("{", "[1]", '{"a": {"rows": 1}}'),
+        *('{"a": %s}' % (SETTING % rows) for rows in ('"64"', "0", "true")),
+    ],
+)
 def test_a_spoilt_file_is_not_used_and_said(cache, text, caplog):
     cache.parent.mkdir()
     cache.write_text(text)
     assert pick(Clock()) == SLOW
     assert "is no table of launch settings" in caplog.text
+
+
+def test_what_another_rank_has_found_is_kept(cache, monkeypatch):
+    with searching():
+        pick(Clock(), bucket="mine")
+    seen = dict(tuning._found)
+    monkeypatch.setattr(tuning, "_found", {})  # another process
+    with searching():
+        pick(Clock(), bucket="theirs")
+    monkeypatch.setattr(tuning, "_found", {path: dict(of) for path, of in seen.items()})
+    with searching():
+        pick(Clock(), bucket="mine too")
+    assert sorted(json.loads(cache.read_text())) == ["mine", "mine too", "theirs"]
+
+
+def test_a_place_that_takes_no_file_is_no_fault(tmp_path, monkeypatch, caplog):
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setenv("GEM_CACHE_DIR", str(file))
+    clock = Clock()
+    with searching():
+        assert pick(clock) == FAST
+    assert pick(clock) == FAST
+    assert "ends with this process" in caplog.text
+    # And a process of which nobody knows the home.
+    monkeypatch.delenv("GEM_CACHE_DIR")
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda _: (_ for _ in ()).throw(KeyError("uid")))
+    assert pick(clock) == SLOW
+    with searching():
+        assert pick(clock) == FAST
+    assert pick(clock) == FAST
 
 
 def test_a_search_without_a_setting_that_runs_is_refused():

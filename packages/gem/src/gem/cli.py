@@ -4,7 +4,6 @@ Each command imports what it needs when it runs, so that `gem --help` answers at
 command early is told by `gem.faults`.
 """
 
-import difflib
 import json
 import os
 import shlex
@@ -15,42 +14,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperGroup
 
+from gem.command_help import Command, Commands
 from gem.faults import run_app
 from gem.quick_exit import interrupts_end_at_once
-from gem_opkit.errors import ConfigError, refusal
-
-if TYPE_CHECKING:
-    pass
-
-
-class _Commands(TyperGroup):
-    """Commands of which an unknown one is refused with the nearest known one."""
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the command that the first word names."""
-        word = args[0]
-        if word not in self.commands and not word.startswith("-") and not ctx.resilient_parsing:
-            close = difflib.get_close_matches(word, list(self.commands), n=1, cutoff=0.5)
-            raise ConfigError(
-                refusal(
-                    ctx.command_path,
-                    "COMMAND",
-                    must=f"be one of {', '.join(self.commands)}",
-                    got=repr(word),
-                    fix=f"did you mean {close[0]}?" if close else f"see {ctx.command_path} --help",
-                )
-            )
-        return super().resolve_command(ctx, args)
-
 
 app = typer.Typer(
     name="gem",
-    cls=_Commands,
+    cls=Commands,
     help="Train ads foundation models over jagged event sequences and non-sequence features.",
     no_args_is_help=True,
     add_completion=False,
@@ -58,7 +32,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 data_app = typer.Typer(
-    cls=_Commands,
+    cls=Commands,
     help="Make a data set, or check one.",
     no_args_is_help=True,
     rich_markup_mode="rich",
@@ -70,7 +44,7 @@ _Set = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Replace one key of the recipe, as in train.dense.lr=1e-3.",
+        help="Replace one key of the recipe, as in train.dense.lr=1e-3; may be repeated.",
     ),
 ]
 _Json = Annotated[
@@ -86,7 +60,7 @@ def _console(*, as_json: bool) -> Any:
 
     console = Console(stderr=as_json)
     if not console.is_terminal:
-        console.width = 120  # a file or a pipe: no reason to wrap at 80
+        console.width = 10_000  # a file or a pipe has no edge: what is searched for is one line
     return console
 
 
@@ -125,16 +99,23 @@ def _top(
     context.obj.debug, context.obj.command = debug, f"gem {context.invoked_subcommand}"
 
 
-@app.command()
+@app.command(cls=Command)
 def train(
     recipe: Annotated[
-        str, typer.Argument(metavar="RECIPE", help="Name of a shipped recipe, or a TOML file.")
+        str,
+        typer.Argument(
+            metavar="RECIPE",
+            help="A TOML file, or one of kuairand-days, ml100k-din, ml100k-time, synthetic-debug.",
+        ),
     ],
     settings: _Set = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder of the run; default runs/<recipe>-<seed>.")
+        Path | None,
+        typer.Option(metavar="RUN", help="Folder of the run; default runs/<recipe>-<seed>."),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Replace the recipe's seed.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(metavar="N", help="Replace the recipe's seed.")
+    ] = None,
     *,
     resume: Annotated[
         bool,
@@ -221,7 +202,7 @@ def _this_program() -> list[str]:
     return [word, "-m", *launch, "gem"]
 
 
-@app.command(name="eval")
+@app.command(name="eval", cls=Command)
 def evaluate_run(
     run: Annotated[
         Path, typer.Argument(metavar="RUN", help="Folder of a run, or one of its checkpoints.")
@@ -238,8 +219,9 @@ def evaluate_run(
 ) -> None:
     """Evaluate a run on the valid and test rows, at its newest complete checkpoint.
 
-    RUN may also be one of the checkpoints in it. It says which one it is, and whether the run was
-    finished by then.
+    RUN may also be one of the checkpoints in it. Which one it is and whether the run was finished
+    by then is said first. The metrics of the training rows, each scored before it was trained on,
+    are in the run's summary.json and report.html.
     """
     with interrupts_end_at_once():
         from gem.train.held_out import evaluate_folder
@@ -253,15 +235,19 @@ def evaluate_run(
         _print_json(found)
 
 
-@app.command()
+@app.command(cls=Command)
 def predict(
     run: Annotated[
         Path, typer.Argument(metavar="RUN", help="Folder of a run, or one of its checkpoints.")
     ],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="New folder of the predictions.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="New folder for the predictions.")],
     splits: Annotated[
         list[str] | None,
-        typer.Option("--split", metavar="NAME", help="Split to predict; default valid and test."),
+        typer.Option(
+            "--split",
+            metavar="NAME",
+            help="Split to predict, may be repeated; default valid and test.",
+        ),
     ] = None,
     *,
     embeddings: Annotated[
@@ -284,7 +270,7 @@ def predict(
         _print_json(found)
 
 
-@app.command()
+@app.command(cls=Command)
 def report(
     runs: Annotated[
         list[Path],
@@ -299,7 +285,7 @@ def report(
     *,
     as_json: _Json = False,
 ) -> None:
-    """Write a page that shows a run, or compares several; gem train writes it too.
+    """Write a page that shows a run, or compares several; gem train writes that of its run.
 
     Runs that differ in their seed alone become mean and spread, other recipes stand side by side.
     """
@@ -312,12 +298,19 @@ def report(
         _say(_console(as_json=False), f"report: {page}")
 
 
-@data_app.command(name="prepare")
+@data_app.command(name="prepare", cls=Command)
 def data_prepare(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="movielens-100k or synthetic.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="movielens-100k, kuairand or synthetic.")
+    ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the data set.")],
     source: Annotated[
-        Path | None, typer.Option(help="Folder with the raw files, where they are not fetched.")
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Folder of the raw files. kuairand needs it, or GEM_KUAIRAND; movielens-100k is "
+            "fetched without it.",
+        ),
     ] = None,
     *,
     as_json: _Json = False,
@@ -333,7 +326,7 @@ def data_prepare(
         _print_json({"name": spec.name, "folder": str(out), "examples": spec.examples.rows})
 
 
-@data_app.command(name="check")
+@data_app.command(name="check", cls=Command)
 def data_check(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a data set.")],
     *,
@@ -356,7 +349,7 @@ def data_check(
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(cls=Command)
 def doctor(
     runs: Annotated[
         Path, typer.Option(metavar="DIR", help="Folder of the runs, whose disk is looked at.")
@@ -367,8 +360,8 @@ def doctor(
     """Show what is installed, which kernel and number format runs where, and what is missing."""
     from dataclasses import asdict
 
-    from gem.doctor import examine
-    from gem.doctor_page import page
+    from gem.doctor.examine import examine
+    from gem.doctor.page import page
 
     found = examine(runs)
     if as_json:

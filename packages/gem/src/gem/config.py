@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from gem.contract_faults import explain
+from gem.contract_faults import explain, explain_size
 from gem.data.features import DataSpec
 from gem.data.toml_text import toml_text
 from gem.model.spec import GemSpec, ModelSpec
@@ -169,8 +169,13 @@ def load_recipe(
     )
 
 
-def _find_recipe(recipe: str, beside: Path) -> tuple[str, str, str, Path]:
-    """Text, name, origin and folder of a recipe; a relative path begins at `beside`."""
+def _find_recipe(
+    recipe: str, beside: Path, asked: tuple[str, str] = ("gem", "RECIPE")
+) -> tuple[str, str, str, Path]:
+    """Text, name, origin and folder of a recipe; a relative path begins at `beside`.
+
+    `asked` is who named it, and as what: a command, or a recipe as its base.
+    """
     shipped = shipped_recipes()
     if recipe in shipped:
         return shipped[recipe], recipe, f"recipe {recipe}", Path()
@@ -178,8 +183,7 @@ def _find_recipe(recipe: str, beside: Path) -> tuple[str, str, str, Path]:
     if not path.is_file():
         raise ConfigError(
             refusal(
-                "gem",
-                "RECIPE",
+                *asked,
                 must=f"be a TOML file or one of {', '.join(shipped)}",
                 got=repr(str(path)),
                 fix=_did_you_mean(recipe, shipped) or "check the path",
@@ -235,6 +239,8 @@ def parse_recipe(
         _override(raw, override)
     if seed is not None:
         raw["seed"] = seed
+    if fault := explain_size(raw):
+        raise ConfigError(f"{origin}: {fault}")
     try:
         # Strict, so that "512" is no number; TOML arrays become tuples, as contracts hold them.
         return RunConfig.model_validate(_tuples(raw), strict=True)
@@ -289,7 +295,7 @@ def _raw_recipe(text: str, origin: str, beside: Path, *, depth: int) -> dict[str
                 fix="name a shipped recipe or a file, and no circle",
             )
         )
-    below, _, place, folder = _find_recipe(base, beside)
+    below, _, place, folder = _find_recipe(base, beside, (origin, "base"))
     under = _raw_recipe(below, place, folder, depth=depth + 1)
     under.pop("name", None)
     return _laid_over(under, raw)

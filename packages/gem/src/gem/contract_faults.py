@@ -1,6 +1,7 @@
 """Messages of a file that breaks its contract: recipes and `dataset.toml`. Imports no torch."""
 
 import difflib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
@@ -27,6 +28,47 @@ def explain(error: ValidationError, raw: Mapping[str, Any], contract: type[BaseM
     line = _explain_one(faults[0], raw, contract)
     more = len(faults) - 1
     return line if not more else f"{line} (and {more} more)"
+
+
+# What tensors and arrays hold: int64 and float32.
+_MOST_WHOLE, _MOST_REAL, _LEAST_REAL = 2**63 - 1, 3.4e38, 1.2e-38
+
+
+def explain_size(raw: Mapping[str, Any]) -> str | None:
+    """One line for the first number of a file that no tensor could hold.
+
+    Args:
+        raw: the keys of the file.
+
+    Returns:
+        the key with its full path, the rule, and what arrived; None where all are of usable size.
+    """
+    for path, value in _leaves(raw, ""):
+        if isinstance(value, int) and abs(value) > _MOST_WHOLE:
+            rule = "fit in 64 bits"
+        elif isinstance(value, float) and not _is_usable(value):
+            rule = f"be 0 or lie between {_LEAST_REAL} and {_MOST_REAL} in size, as in 32 bits"
+        else:
+            continue
+        return f"key {path!r} must {rule}; got {_shown(value)}; correct the value"
+    return None
+
+
+def _is_usable(value: float) -> bool:
+    # NaN and infinity are told with the contract's own words.
+    return not math.isfinite(value) or value == 0 or _LEAST_REAL <= abs(value) <= _MOST_REAL
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        parts = value.items()
+    elif isinstance(value, list | tuple):
+        parts = enumerate(value)
+    else:
+        yield path, value
+        return
+    for key, part in parts:
+        yield from _leaves(part, f"{path}.{key}" if path else str(key))
 
 
 def _explain_one(fault: ErrorDetails, raw: Mapping[str, Any], contract: type[BaseModel]) -> str:

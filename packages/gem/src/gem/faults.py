@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,7 +22,7 @@ from typing import Any, NoReturn
 import typer
 
 from gem.quick_exit import NotedInterrupt
-from gem_opkit.errors import GemError, refusal
+from gem_opkit.errors import ConfigError, GemError, refusal
 
 # typer brings its own copy of click's errors in some versions and click itself in others.
 _UsageFault: Any = typer.BadParameter.__mro__[2]
@@ -49,7 +50,12 @@ _SYSTEM_RULES: dict[int, tuple[str, str]] = {
 }
 # What the back ends of torch.distributed say when the rank at the other end is gone.
 _PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "ECONNRESET")
-_NO_MEMORY = ("can't allocate memory", "out of memory", "bad_alloc", "malloc of size")
+_NO_MEMORY = (
+    *("can't allocate memory", "out of memory", "bad_alloc", "malloc of size"),
+    # Of what no machine could hold.
+    *("Storage size calculation overflowed", "Maximum allowed dimension exceeded"),
+    "array is too big",
+)
 
 
 @dataclass
@@ -80,6 +86,7 @@ def run_app(app: typer.Typer) -> NoReturn:
 
 def _run(app: typer.Typer, asked: Asked, interrupt: NotedInterrupt) -> NoReturn:
     try:
+        _check_text(sys.argv[1:])
         code = app(prog_name="gem", standalone_mode=False, obj=asked)
         sys.stdout.flush()
         if code == _INTERRUPTED:  # typer's own end of a KeyboardInterrupt; older ones raise Abort
@@ -129,6 +136,8 @@ def one_line(fault: Exception, command: str = "gem") -> str | None:
         text = str(fault)
     elif isinstance(fault, OSError):
         text = _system_line(fault, command)
+    elif isinstance(fault, UnicodeEncodeError) and "surrogates" in fault.reason:
+        text = _no_text(command, fault.object)
     elif _is_out_of_memory(fault):
         text = refusal(
             command,
@@ -149,6 +158,25 @@ def one_line(fault: Exception, command: str = "gem") -> str | None:
         return None
     # Whatever the message holds: pydantic's has several lines, and so may a path.
     return "; ".join(line.strip() for line in text.splitlines() if line.strip())
+
+
+def _check_text(words: Sequence[str]) -> None:
+    """Refuse bytes that are no text before a run is trained that cannot write its files there."""
+    for word in words:
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(_no_text("gem", word)) from None
+
+
+def _no_text(where: str, word: str) -> str:
+    return refusal(
+        where,
+        "paths and other words",
+        must="be text in UTF-8, as Parquet takes no other names",
+        got=ascii(word),
+        fix="rename that file or folder",
+    )
 
 
 def _say(line: str, *, secondary: bool) -> None:
@@ -179,7 +207,8 @@ def _is_out_of_memory(fault: Exception) -> bool:
     """Python's own, or that of torch's allocators, which the CPU one has no class for."""
     if isinstance(fault, MemoryError):
         return True
-    return isinstance(fault, RuntimeError) and any(word in str(fault) for word in _NO_MEMORY)
+    kinds = RuntimeError, ValueError
+    return isinstance(fault, kinds) and any(word in str(fault) for word in _NO_MEMORY)
 
 
 def _is_peer_gone(fault: Exception) -> bool:

@@ -211,6 +211,34 @@ def test_writer_refuses_what_is_there_and_an_unfinished_set(tmp_path):
         pass
 
 
+@pytest.mark.parametrize("place", ["folder", "link"])
+def test_an_empty_folder_that_is_there_stays_the_same_folder(tiny, tmp_path, place):
+    """It may be a mount, which no rename can replace, or where a shell stands."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("folder")
+    (tmp_path / "folder" / ".partial" / "examples").mkdir(parents=True)  # of a killed process
+    before = (tmp_path / "folder").stat().st_ino
+    spec = Dataset.open(tiny(EXAMPLES, EVENTS)).spec
+    with DatasetWriter(tmp_path / place) as writer:
+        writer.events("views", {"a": [1]})
+        writer.finish(spec)
+    assert (tmp_path / "folder").stat().st_ino == before
+    assert (tmp_path / "link").is_symlink()
+    assert sorted(path.name for path in (tmp_path / "folder").iterdir()) == [
+        "dataset.toml",
+        "events",
+    ]
+
+
+def test_a_place_that_cannot_become_a_folder_is_refused_at_once(tmp_path):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    (tmp_path / "circle").symlink_to("circle")
+    for name in ("file", "dangling", "circle"):
+        with pytest.raises(DataError, match="out must be empty or not there yet"):
+            DatasetWriter(tmp_path / name).__enter__()
+
+
 def test_check_reports_rows_nulls_and_labels(tiny):
     report = check(tiny(EXAMPLES, EVENTS, train=2))
     assert report.problems == ()

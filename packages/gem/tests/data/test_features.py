@@ -58,6 +58,8 @@ def test_contract_survives_toml():
         (("domains",), ["a", "b"], "domain must name a column"),
         (("entities",), [{"name": "item", "key": "item_id"}], "key must be an id field"),
         (("name",), "1 name", "String should match pattern"),
+        # Added to the time of a row it would not fit in int64, and the label be known at once.
+        (("examples", "labels", 0, "visible_after_ms"), 2**63 - 1, "less than or equal to 4611686"),
     ],
 )
 def test_contract_refuses(path, value, message):

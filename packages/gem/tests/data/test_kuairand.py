@@ -359,6 +359,34 @@ def spoil(folder, name, value):
     pq.write_table(table, path)
 
 
+def spoil_sequences(folder, first):
+    path = folder / "user_sequences.parquet"
+    table = pq.read_table(path)
+    place = table.column_names.index("watch_seq")
+    values = pa.array(first * table.num_rows)
+    pq.write_table(table.set_column(place, "watch_seq", values), path)
+
+
+def nest(folder):
+    path = folder / "impressions.parquet"
+    table = pq.read_table(path)
+    lists = pa.array([[tab] for tab in table.column("tab").to_pylist()])
+    pq.write_table(table.set_column(table.column_names.index("tab"), "tab", lists), path)
+
+
+def reword(folder, before, after):
+    path = folder / "video_features_basic_pure.csv"
+    content = path.read_bytes()
+    assert before in content
+    path.write_bytes(content.replace(before, after, 1))
+
+
+def repeat_last_video(folder):
+    path = folder / "video_features_basic_pure.csv"
+    *_, last = path.read_text().splitlines()
+    path.write_text(path.read_text() + last + "\n")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -367,6 +395,20 @@ def spoil(folder, name, value):
         (lambda f: spoil(f, "tab", None), "tab must be a column; got none"),
         (lambda f: spoil(f, "is_click", 2), "is_click must be 0 or 1; got 2"),
         (lambda f: spoil(f, "time_ms", 1.5), "time_ms must hold whole numbers"),
+        (lambda f: spoil(f, "time_ms", 2**63 - 1), r"time_ms must lie in .*; got 9223.* in row 0"),
+        (lambda f: spoil(f, "video_id", -1), r"video_id must lie in 0 .. \d+; got -1 in row 0"),
+        (lambda f: spoil(f, "video_id", 2**62), r"video_id must lie in 0 .. \d+; got 4611"),
+        (lambda f: spoil(f, "date", 20221301), "date must hold dates such as 20220425; got 202213"),
+        (lambda f: spoil(f, "date", 20220431), "date must hold dates such as 20220425; got 202204"),
+        (nest, "tab must hold plain values; got list"),
+        (lambda f: spoil_sequences(f, [["x"]]), "watch_seq must hold lists of integers; got list"),
+        (lambda f: spoil_sequences(f, ["x"]), "watch_seq must hold lists of integers; got string"),
+        (lambda f: spoil_sequences(f, [[5, None]]), "watch_seq must hold lists without gaps"),
+        (lambda f: spoil_sequences(f, [[-5]]), r"watch_seq must hold ids in 0 .. \d+; got -5"),
+        (lambda f: reword(f, b"2022-", b"2022/"), "upload_dt must hold dates such as 2022-04-01"),
+        (lambda f: reword(f, b"tag", b"t\xe9"), "video_features_basic_pure.csv must be readable"),
+        (lambda f: reword(f, b"music_id", b"tag"), "tag must be one column; got 2"),
+        (repeat_last_video, r"video_id must be unique; got \d+ twice"),
         (
             lambda f: (f / "user_features_pure.csv").write_text("user_id,x\n0,1\n"),
             "user_active_degree must be a column",

@@ -16,6 +16,7 @@ from gem.data.sources import Sources
 from gem.data.statistics.engine import StatisticsEngine
 from gem.data.statistics.keyed_sums import KeyedSums, PairSums, mix64, to_fixed
 from gem.data.statistics.rates import Block
+from gem.data.statistics.rates import logit as rate_logit
 from gem_opkit.errors import ConfigError
 
 FEEDBACK = {
@@ -667,3 +668,12 @@ def test_mix64_equals_the_published_generator():
     states = (np.arange(3, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)).astype(np.int64)
     expected = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
     assert mix64(states).tolist() == expected
+
+
+def test_a_rate_that_is_rounded_to_its_end_has_a_finite_logit():
+    """As with a prior of 1e-30: (1 + 1e-30 · 0.3) / (1 + 1e-30) is 1."""
+    ends = rate_logit(np.array([0.0, 1.0]))
+    assert np.isfinite(ends).all()
+    assert ends[0] < -700 and 36 < ends[1] < 37
+    inside = np.array([1e-300, 1e-9, 0.3, 1 - 2**-52])
+    assert rate_logit(inside).tolist() == np.log(inside / (1.0 - inside)).tolist()

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gem.data.check import check
 from gem.data.dataset import Dataset, DatasetWriter
 from gem.data.features import DatasetSpec, DataSpec
 from gem.data.reader import open_reader
@@ -312,3 +313,13 @@ def test_rows_of_unknown_keys_hold_their_fills_at_any_time(tmp_path):
     numbers = dict(zip(reader.schema.numbers, batch.numbers_BD[0].tolist(), strict=True))
     assert numbers == {"age": 10.0, "price": NOT_VALID}
     assert np.isfinite(batch.numbers_BD.numpy()).all()
+
+
+def test_a_constant_column_is_no_fault_where_other_events_join_the_stream(tmp_path):
+    shown = [(user, 1, user, 5) for user in range(3)]
+    liked = [(user, 2, 0, None) for user in range(3)]
+    examples = [(0, 1, 10), (1, 2, 12), (2, 0, 13)]
+    since = [0] * max(USERS, ITEMS)
+    report = check(write(tmp_path / "data", (examples, shown, liked, [5] * USERS, since)))
+    constant = [f.where for f in report.findings if f.kind == "constant" and "events" in f.where]
+    assert constant == ["events/shown, column 'item_id'"]

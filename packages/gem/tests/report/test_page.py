@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 import subprocess
 import sys
 from statistics import fmean, stdev
@@ -12,6 +13,7 @@ from html_page import Page, read_json
 
 from gem.report.page import report_html, write_report
 from gem.report.read import read_run
+from gem.report.svg import HALF, Axis, Plot
 from gem_opkit.errors import ConfigError
 
 KEYS = ("ne", "auc", "gauc", "logloss", "calibration")
@@ -70,18 +72,54 @@ def test_no_coordinate_is_lost(single, runs):
                     assert all(math.isfinite(float(v)) for v in value.replace(",", " ").split())
 
 
+def test_what_all_figures_of_a_section_say_is_said_once(single):
+    assert single.text.count("Examples in order of their prediction") == 1
+    assert single.text.count("What training makes small") == 1
+    assert single.text.count("Log loss over the log loss") == 2  # the loss beside it says another
+
+
+def test_the_numbers_of_an_axis_keep_clear_of_its_name():
+    letter, half_a_line = 7.0, 7.0  # of the style sheet, at most
+    for high in (1e-7, 0.475, 3.0, 123456.0):
+        for kind in ("number", "percent"):
+            axis = Axis.around([0.9 * high, high], "rate", kind)
+            drawn = Plot(HALF, Axis(0, 1, "x"), axis, "a drawing").svg()
+            ticks = re.findall(r'class="tick" x="([0-9.]+)"[^>]*text-anchor="end">([^<]*)<', drawn)
+            name = re.search(r'class="label" transform="translate\(([0-9]+) ', drawn)
+            assert len(ticks) >= 2
+            assert name is not None
+            for x, text in ticks:
+                assert float(x) - letter * len(text) >= float(name[1]) + half_a_line
+
+
+@pytest.mark.parametrize(("tables", "shown"), [(15, 15), (16, 12)])
+def test_many_tables_are_folded_and_none_is_lost(copy, tables, shown):
+    found = read_json(copy / "diagnostics.json")
+    like = next(iter(found["tables"].values()))
+    found["tables"] = {
+        f"table{i}": {**like, "weight_bytes": 1000 - i, "rows": 100 + i} for i in range(tables)
+    }
+    (copy / "diagnostics.json").write_text(json.dumps(found))
+    page = page_of(copy)
+    parts = [rows for rows in page.tables if rows[0][:2] == ["table", "rows"]]
+    assert [len(rows) - 1 for rows in parts] == [n for n in (shown, tables - shown) if n]
+    rows = [row[1] for part in parts for row in part[1:]]
+    assert rows == [str(100 + i) for i in range(tables)]
+    assert (f"{tables - shown} smaller tables" in page.text) == (tables > shown)
+
+
 def test_numbers_are_those_of_the_summary(runs, single):
     summary = read_json(runs / "one" / "summary.json")
-    rows = single.table("period", "task", "labels")
+    rows = single.table("period", "task", "NE")
     assert len(rows) == 6
-    for period, task, labels, positive, *values in rows:
+    for period, task, *values, labels, positive in rows:
         found = summary[period][task]
-        assert labels.replace(" ", "") == str(found["examples"])
+        assert labels == f"{found['examples']:,}"
         assert positive == f"{100 * found['positives'] / found['examples']:.1f} %"
         assert values == [f"{found[k]:.4f}" if found[k] is not None else "n/a" for k in KEYS]
-    for period, task, domain, labels, _, *values in single.table("period", "task", "domain"):
+    for period, task, domain, *values, labels, _ in single.table("period", "task", "domain"):
         found = summary[period][task]["domains"][domain]
-        assert labels.replace(" ", "") == str(found["examples"])
+        assert labels == f"{found['examples']:,}"
         assert values == [f"{found[k]:.4f}" if found[k] is not None else "n/a" for k in KEYS]
         for reason in found["null_reasons"].values():
             assert reason in single.text
@@ -93,7 +131,7 @@ def test_numbers_are_those_of_the_summary(runs, single):
 def test_seeds_of_a_recipe_become_mean_and_deviation(runs):
     page = page_of(runs / "one", runs / "two")
     summaries = [read_json(runs / name / "summary.json") for name in ("one", "two")]
-    for period, task, *_, calibration in page.table("period", "task", "labels"):
+    for period, task, *_, calibration, _, _ in page.table("period", "task", "NE"):
         values = [summary[period][task]["calibration"] for summary in summaries]
         assert calibration == f"{fmean(values):.4f} ± {stdev(values):.4f}"
     assert "over the 2 seeds" in page.text
@@ -175,7 +213,7 @@ def test_a_run_of_an_older_version_has_a_page_that_says_what_is_missing(copy):
     assert "There is no diagnostics.json" in page.text
     assert "Nothing is recorded of the tables" in page.text
     assert page.text.count("Nothing to draw: this run has not recorded it.") == 4  # calibrations
-    assert len(page.table("period", "task", "labels")) == 6
+    assert len(page.table("period", "task", "NE")) == 6
 
 
 def test_words_of_the_data_are_never_markup(copy):

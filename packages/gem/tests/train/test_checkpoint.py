@@ -150,6 +150,16 @@ def test_a_damaged_checkpoint_is_passed_over(tiny, tmp_path, damage):
         read_manifest(tmp_path / "step-3")
 
 
+def test_none_that_is_complete_is_not_the_same_as_none_at_all(tiny, tmp_path):
+    for step in (2, 3):
+        DAMAGE["data cut short"](save(tmp_path, make_state(1, steps=step), tiny()))
+    with pytest.raises(DataError, match=r"must hold a complete checkpoint.*got step-3, step-2"):
+        latest_complete(tmp_path)
+    shutil.rmtree(tmp_path / "step-2")
+    (tmp_path / "step-3").rename(tmp_path / "partial-step-3")  # of a save that was killed
+    assert latest_complete(tmp_path) is None
+
+
 @pytest.mark.parametrize("moment", ["while saving", "before the rename"])
 def test_a_save_that_dies_leaves_the_previous_checkpoint(tiny, tmp_path, monkeypatch, moment):
     save(tmp_path, make_state(1, steps=2), tiny())

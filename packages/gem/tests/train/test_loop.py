@@ -19,7 +19,7 @@ from gem.train.held_out import evaluate_folder
 from gem.train.interrupt import Interrupted
 from gem.train.loop import train
 from gem.train.normalized_entropy import binary_entropy
-from gem.train.run import CHECKPOINTS, held_folder
+from gem.train.run import CHECKPOINTS, check_folder, held_folder
 from gem.train.run_log import METRICS_FILE
 from gem_opkit.errors import ConfigError, DataError
 from gem_parallel.launch import World
@@ -301,7 +301,7 @@ def test_a_loss_that_is_not_finite_is_refused(tiny, data_root, tmp_path):
     with pytest.raises(
         DataError, match=r"loss must be finite; got (nan|inf) in step \d; .*dense.lr"
     ):
-        train(tiny("train.dense.lr=1e37"), tmp_path, data_root=data_root)
+        train(tiny("train.tables.lr=1e37"), tmp_path, data_root=data_root)
 
 
 def test_a_hundred_users_can_be_learned_by_heart(tiny, data_root, tmp_path):
@@ -320,3 +320,15 @@ def test_only_the_newest_checkpoints_are_kept(tiny, data_root, tmp_path):
     train(tiny("train.keep_checkpoints=2"), tmp_path, data_root=data_root)
     assert {p.name for p in (tmp_path / CHECKPOINTS).iterdir()} == {"step-9", "step-10"}
     assert read_manifest(tmp_path / CHECKPOINTS / "step-10")["examples"] == 320
+
+
+def test_a_config_that_was_being_written_when_its_process_was_killed_is_in_nobodys_way(
+    tiny, tmp_path
+):
+    (tmp_path / ".config.toml.partial").write_text("seed =")
+    for resume in (False, True):
+        check_folder(tiny(), tmp_path, resume=resume)
+    (tmp_path / "other").write_text("")
+    for resume in (False, True):
+        with pytest.raises(ConfigError, match=r"--out must be"):
+            check_folder(tiny(), tmp_path, resume=resume)

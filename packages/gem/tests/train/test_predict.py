@@ -193,6 +193,15 @@ def test_a_fault_leaves_no_half_of_a_folder(finished, data_root, tmp_path, monke
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
 
 
+def test_an_empty_folder_that_is_there_stays_the_same_folder(finished, data_root, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    before = out.stat().st_ino
+    predict(finished[0], out, splits=["test"], data_root=data_root)
+    assert out.stat().st_ino == before
+    assert {path.name for path in out.iterdir()} == {PREDICTIONS_FILE, MANIFEST_FILE}
+
+
 def test_no_more_than_a_row_group_waits_in_memory(tmp_path):
     rows = ParquetRows(tmp_path / "rows.parquet", group_bytes=4000)
     most = 0

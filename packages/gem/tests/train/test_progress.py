@@ -30,6 +30,18 @@ def test_plain_lines_come_every_few_seconds(monkeypatch):
     assert lines[-1].split()[1] == "50/100"
 
 
+def test_the_time_left_is_told_where_there_is_some_and_it_can_be_judged(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    console = plain_console()
+    with Display(console).bar("valid", 4) as bar:
+        for done in range(1, 5):
+            now[0] += 6.0
+            bar.update(done)
+    lines = [line.strip() for line in console.file.getvalue().splitlines()]
+    assert lines == ["valid 1/4", "valid 2/4", "valid 3/4  left 6 s", "valid 4/4"]
+
+
 def test_no_console_prints_nothing(capsys):
     display = Display(None)
     display.stage("build")
@@ -111,7 +123,7 @@ def test_table_is_whole_at_80_columns():
     text = console.file.getvalue()
     assert "…" not in text
     assert all(len(line) <= 80 for line in text.splitlines())
-    assert re.search(r"period +task +examples +NE +AUC +GAUC +loss +calib\.", text)
+    assert re.search(r"period +task +labels +NE +AUC +GAUC +loss +calib\.", text)
     assert re.search(
         r"progressive +click +1,000,000 +0\.9000 +n/a +0\.6000 +0\.5000 +1\.0000", text
     )

@@ -43,7 +43,7 @@ def test_other_ranks_write_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("line", ["not json", "[1]", "{}", "3", "\0\0"])
+@pytest.mark.parametrize("line", ["not json", "[1]", "{}", '{"step": "1"}', "3", "\0\0"])
 def test_a_damaged_row_is_named(tmp_path, line):
     """Dropping it in silence would leave a gap that nobody asked for."""
     path = tmp_path / "metrics.jsonl"

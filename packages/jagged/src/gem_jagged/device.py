@@ -79,6 +79,25 @@ def sequence_of(
 
 
 @triton.jit
+def rows_of_program(
+    offsets_ptr, pair_ptr, rows, batch, PAIR: tl.constexpr, BLOCK_ROWS: tl.constexpr
+):  # fmt: skip
+    """Return the rows of this program, which of them exist, their sequences, and which have one.
+
+    Rows are int64 and count over the whole packed output. A row behind the last offset exists and
+    has no sequence.
+    """
+    start = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
+    row = start + tl.arange(0, BLOCK_ROWS)
+    in_row = row < rows
+    last = tl.minimum(start + BLOCK_ROWS, rows) - 1
+    b = sequence_of(
+        offsets_ptr, pair_ptr, tl.minimum(row, last), start, last, batch, 0, PAIR
+    )  # fmt: skip
+    return row, in_row, b, in_row & (b < batch)
+
+
+@triton.jit
 def copy_tile(
     out_ptr, row, in_row, source_ptr, source_at, has_source, stride_w, fill, width,
     BLOCK_W: tl.constexpr,

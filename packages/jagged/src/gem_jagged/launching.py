@@ -79,6 +79,18 @@ def move_blocks(width: int) -> tuple[int, int]:
     return max(1, _TILE_WORDS // block_w), block_w
 
 
+def in_a_row(*indices: Tensor) -> tuple[Tensor, ...]:
+    """Give offsets and indices the stride 1 with which every kernel reads them.
+
+    Args:
+        *indices: one dim, of any stride; a contiguous one is returned as it is.
+
+    Returns:
+        the same numbers, contiguous.
+    """
+    return tuple(index.contiguous() for index in indices)
+
+
 def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
     """Make the tensor's device the current one: Triton launches there."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()

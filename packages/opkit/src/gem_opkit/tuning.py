@@ -9,7 +9,8 @@ anything by itself, so new lengths cost nothing::
         step(batch)  # tries the candidates of every bucket that it meets, once
 
 What a search finds is kept in a file of the user's cache folder (``GEM_CACHE_DIR``, else
-``$XDG_CACHE_HOME/gem``, else ``~/.cache/gem``), one for each GPU and version of Triton.
+``$XDG_CACHE_HOME/gem``, else ``~/.cache/gem``), one for each GPU and version of Triton. Where that
+cannot be read or written, a warning says so once and the settings live as long as the process.
 """
 
 import json
@@ -24,6 +25,7 @@ from pathlib import Path
 
 from gem_opkit.errors import UnsupportedError, refusal
 
+_NOT_KEPT = "what was found ends with this process"
 _log = logging.getLogger("gem_opkit.tuning")
 # Upper ends of the buckets of mean lengths, in tokens; beyond the last one all are alike.
 _MEAN_TOKENS = (32, 64, 512)
@@ -59,18 +61,16 @@ def length_bucket(tokens: int, batch: int) -> int:
     return next((top for top in _MEAN_TOKENS if tokens <= top * batch), 0)
 
 
-class _State(threading.local):
-    searching: bool = False
-
-
-_state = _State()
 _lock = threading.RLock()
-_found: dict[Path, dict[str, LaunchConfig]] = {}
+_searches = 0  # blocks of ``searching`` that are open
+_found: dict[Path | None, dict[str, LaunchConfig]] = {}
 
 
 @contextmanager
 def searching() -> Iterator[None]:
     """Let kernels called inside the block search their buckets, once each.
+
+    That holds for every thread of the process: on a GPU the backward runs on a thread of its own.
 
     Yields:
         nothing.
@@ -78,12 +78,14 @@ def searching() -> Iterator[None]:
     Cost: every candidate of a new bucket is compiled and timed; the GPU is waited for. Not inside
         a CUDA graph capture.
     """
-    before = _state.searching
-    _state.searching = True
+    global _searches
+    with _lock:
+        _searches += 1
     try:
         yield
     finally:
-        _state.searching = before
+        with _lock:
+            _searches -= 1
 
 
 def choose(
@@ -114,7 +116,7 @@ def choose(
         found = _read(path)
         if bucket in found:
             return found[bucket]
-        if not _state.searching or time_ms is None:
+        if not _searches or time_ms is None:
             return default
         best = _search(bucket, [default, *candidates], time_ms)
         found[bucket] = best
@@ -166,30 +168,51 @@ def _search(
     return best
 
 
-def _path(device: str) -> Path:
+def _path(device: str) -> Path | None:
+    """The file of a device; None where nobody knows the home of this user."""
     root = os.environ.get("GEM_CACHE_DIR")
     if not root:
-        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gem"
+        try:
+            cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        except RuntimeError:  # a launch must not fail for that
+            return None
+        root = Path(cache) / "gem"
     return Path(root) / "tuning" / f"{device}.json"
 
 
-def _read(path: Path) -> dict[str, LaunchConfig]:
+def _read(path: Path | None) -> dict[str, LaunchConfig]:
     if path not in _found:
-        _found[path] = {}
-        try:
-            stored = json.loads(path.read_text(encoding="utf-8"))
-            _found[path] = {bucket: LaunchConfig(**config) for bucket, config in stored.items()}
-        except FileNotFoundError:
-            pass
-        except (ValueError, TypeError, AttributeError) as error:
-            _log.warning("%s is no table of launch settings and is not used: %s", path, error)
+        _found[path] = {} if path is None else _stored(path)
     return _found[path]
 
 
-def _write(path: Path, found: dict[str, LaunchConfig]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Several ranks may search at once: each writes a file of its own and moves it into place.
+def _stored(path: Path) -> dict[str, LaunchConfig]:
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        found = {bucket: LaunchConfig(**config) for bucket, config in stored.items()}
+        for config in found.values():
+            if not all(type(value) is int and value > 0 for value in asdict(config).values()):
+                raise ValueError(f"{config} holds what is no count")
+        return found
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        _log.warning("%s is no table of launch settings and is not used: %s", path, error)
+    return {}
+
+
+def _write(path: Path | None, found: dict[str, LaunchConfig]) -> None:
+    if path is None:
+        _log.warning("there is no cache folder (set GEM_CACHE_DIR); %s", _NOT_KEPT)
+        return
+    # Several ranks may search at once: each keeps what others have found since it read the file,
+    # writes a file of its own and moves it into place.
     unfinished = path.with_suffix(f".{os.getpid()}.tmp")
-    stored = {bucket: asdict(config) for bucket, config in sorted(found.items())}
-    unfinished.write_text(json.dumps(stored, indent=1), encoding="utf-8")
-    unfinished.replace(path)
+    try:
+        found = _stored(path) | found
+        path.parent.mkdir(parents=True, exist_ok=True)
+        stored = {bucket: asdict(config) for bucket, config in sorted(found.items())}
+        unfinished.write_text(json.dumps(stored, indent=1), encoding="utf-8")
+        unfinished.replace(path)
+    except OSError as error:
+        _log.warning("%s cannot be written, and %s: %s", path, _NOT_KEPT, error)

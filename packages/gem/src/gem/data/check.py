@@ -84,7 +84,7 @@ class _Check:
     # -- parts ---------------------------------------------------------------------------------
     def _examples(self) -> None:
         spec = self._spec.examples
-        requests = self._dataset._example_requests()
+        requests = self._dataset.example_requests()
         part = _Part("examples", self._dataset.examples_folder, requests, self._findings)
         label_names = [label.name for label in spec.labels]
         inputs = {field.name for field in (*spec.ids, *spec.numbers)}
@@ -118,7 +118,7 @@ class _Check:
         self._parts += part.report(self._rows)
 
     def _stream(self, stream: StreamSpec) -> HistoryReport | None:
-        requests = self._dataset._event_requests(stream)
+        requests = self._dataset.event_requests(stream)
         name = f"events/{stream.name}"
         part = _Part(name, self._dataset.folder / name, requests, self._findings)
         kept: dict[str, np.ndarray] = {}
@@ -138,7 +138,11 @@ class _Check:
             else:
                 where = f"{name}, column {column_name!r}"
                 one = Input(where, column_name, column, nowhere, is_number=False, is_own=False)
-                self._findings += filling_findings(one)
+                for finding in filling_findings(one):
+                    # The same value in every row of the file is not all that the model sees where
+                    # the stream holds events of another one too.
+                    if stream.also is None or finding.kind != "constant":
+                        self._findings.append(finding)
         if part.whole and hashes is not None and len(hashes.values):
             self._repeats(name, hashes, [])
         self._parts += part.report(len(hashes.values) if hashes is not None else 0)
@@ -163,7 +167,7 @@ class _Check:
         except DataError as fault:
             self._findings.append(_fault(name, fault))
             return
-        requests = self._dataset._field_requests((*entity.ids, *entity.numbers))
+        requests = self._dataset.field_requests((*entity.ids, *entity.numbers))
         if entity.valid_from is not None:
             requests[entity.valid_from] = ColumnRequest(entity.valid_from, "time")
         part = _Part(name, self._dataset.folder / name, requests, self._findings)

@@ -75,7 +75,9 @@ def part_files(folder: Path) -> list[Path]:
     Raises:
         DataError: there is none.
     """
-    files = sorted(folder.glob("*.parquet"))
+    # Listed, not globbed: a glob finds nothing in a folder that may not be read.
+    there = folder.iterdir() if folder.is_dir() else ()
+    files = sorted(entry for entry in there if entry.suffix == ".parquet")
     if not files:
         raise DataError(
             refusal(

@@ -1,8 +1,8 @@
 """A data set at rest: open its folder, read its parts by name, write a new one.
 
 The folder holds `dataset.toml` (a `DatasetSpec`) and Parquet files under `examples/`,
-`events/<stream>/` and `entities/<entity>/`. It is complete or not there: a writer works in a
-folder beside it and renames at the end.
+`events/<stream>/` and `entities/<entity>/`. It is complete or not there: a writer gives
+its files their place at the end (`gem.data.whole_folder`).
 
 Left out: joins (`gem.data.join`) and batches (`gem.data.reader`).
 """
@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import ValidationError
 
-from gem.contract_faults import explain
+from gem.contract_faults import explain, explain_size
 from gem.data.columns import Column, ColumnRequest, count_rows, part_files, read_columns
 from gem.data.features import DatasetSpec
 from gem.data.fields import (
@@ -32,6 +32,7 @@ from gem.data.fields import (
 )
 from gem.data.names import nearest
 from gem.data.toml_text import toml_text
+from gem.data.whole_folder import begin_folder, complete_folder, hidden_folder, is_free
 from gem_opkit.errors import ConfigError, DataError, refusal
 
 SPEC_FILE = "dataset.toml"
@@ -108,7 +109,7 @@ class Dataset:
             ConfigError: a name that `dataset.toml` does not declare.
             DataError: as `read_columns`, or times that fall.
         """
-        declared = self._example_requests()
+        declared = self.example_requests()
         wanted = _chosen(names, declared, "examples")
         columns = read_columns(part_files(self.examples_folder), wanted)
         time = self.spec.examples.time
@@ -130,7 +131,7 @@ class Dataset:
             ConfigError, DataError: as `examples`.
         """
         spec = self.spec.stream(stream)
-        declared = self._event_requests(spec)
+        declared = self.event_requests(spec)
         wanted = _chosen(declared if names is None else names, declared, f"stream {stream!r}")
         return read_columns(part_files(self.folder / "events" / stream), wanted)
 
@@ -155,7 +156,7 @@ class Dataset:
         declared = {spec.key: ColumnRequest(spec.key, "id", None, self._id_rows(key_table))}
         if spec.valid_from is not None:
             declared[spec.valid_from] = ColumnRequest(spec.valid_from, "time")
-        declared |= self._field_requests((*spec.ids, *spec.numbers))
+        declared |= self.field_requests((*spec.ids, *spec.numbers))
         wanted = [spec.key, *(declared if names is None else names)]
         requests = _chosen(dict.fromkeys(wanted), declared, f"entity {name!r}")
         columns = read_columns(part_files(self.folder / "entities" / name), requests)
@@ -167,9 +168,10 @@ class Dataset:
             )
         return columns
 
-    def _example_requests(self) -> dict[str, ColumnRequest]:
+    def example_requests(self) -> dict[str, ColumnRequest]:
+        """How every declared column of the examples is read, by name."""
         spec = self.spec.examples
-        declared = self._field_requests((*spec.ids, *spec.numbers))
+        declared = self.field_requests((*spec.ids, *spec.numbers))
         declared[spec.user] = _never_null(declared, spec.user)
         declared[spec.time] = ColumnRequest(spec.time, "time")
         for label in spec.labels:
@@ -180,19 +182,35 @@ class Dataset:
             declared[spec.weight] = ColumnRequest(spec.weight, "weight")
         return declared
 
-    def _event_requests(self, spec: StreamSpec) -> dict[str, ColumnRequest]:
+    def event_requests(self, spec: StreamSpec) -> dict[str, ColumnRequest]:
+        """How every declared column of a stream is read.
+
+        Args:
+            spec: of a stream of this data set.
+
+        Returns:
+            name -> request, user and time included.
+        """
         declared = {
             spec.user: ColumnRequest(spec.user, "id"),
             spec.time: ColumnRequest(spec.time, "time"),
         }
         if spec.untimed is not None:
             declared[spec.untimed] = ColumnRequest(spec.untimed, "id", None, rows=2)
-        fields = self._field_requests((*spec.ids, *spec.numbers))
+        fields = self.field_requests((*spec.ids, *spec.numbers))
         return declared | fields | {spec.user: _never_null(fields, spec.user)}
 
-    def _field_requests(
+    def field_requests(
         self, fields: Iterable[IdField | EventIdField | NumberField | EventNumberField]
     ) -> dict[str, ColumnRequest]:
+        """How some fields are read.
+
+        Args:
+            fields: of examples, events or entities.
+
+        Returns:
+            name -> request.
+        """
         requests = {}
         for field in fields:
             if isinstance(field, NumberField | EventNumberField):
@@ -250,6 +268,8 @@ def _read_spec(path: Path) -> DatasetSpec:
             f"{path}: the file must be TOML in UTF-8; got {fault}; mend it, or make the data set "
             f"again"
         ) from fault
+    if large := explain_size(raw):
+        raise DataError(f"{path}: {large}")
     try:
         return DatasetSpec.model_validate(raw)
     except ValidationError as fault:
@@ -265,12 +285,12 @@ class DatasetWriter:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._work = folder.with_name(f".{folder.name}.unfinished")
+        self._work = hidden_folder(folder)
         self._writers: dict[Path, pq.ParquetWriter] = {}
         self._spec: DatasetSpec | None = None
 
     def __enter__(self) -> "DatasetWriter":
-        if self._folder.exists() and any(self._folder.iterdir()):
+        if not is_free(self._folder):
             raise DataError(
                 refusal(
                     "gem data",
@@ -280,8 +300,7 @@ class DatasetWriter:
                     fix="remove it or choose another folder",
                 )
             )
-        shutil.rmtree(self._work, ignore_errors=True)
-        self._work.mkdir(parents=True)
+        self._work = begin_folder(self._folder)
         return self
 
     def __exit__(
@@ -301,7 +320,7 @@ class DatasetWriter:
         # The version stands in the file, though it is the default of today.
         text = toml_text({"format": self._spec.format} | fields)
         (self._work / SPEC_FILE).write_text(text, encoding="utf-8")
-        self._work.rename(self._folder)
+        complete_folder(self._work, self._folder, last=SPEC_FILE)
 
     def examples(self, columns: Mapping[str, Any]) -> None:
         """Append rows to the examples: name -> numpy or Arrow array, equal in length."""

@@ -203,7 +203,9 @@ class RunningScale(Contract):
 class StreamRead(Contract):
     """How a recipe reads one stream."""
 
-    max_events: int = Field(default=200, gt=0, description="the last so many events are read")
+    max_events: int = Field(
+        default=200, gt=0, le=2**24, description="the last so many events are read"
+    )
     fields: tuple[Name, ...] | None = Field(
         default=None,
         description="fields of the stream, fields of an entity whose key the stream holds, or "

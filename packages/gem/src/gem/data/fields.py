@@ -54,14 +54,18 @@ class NumberField(Contract):
     scale: float = Field(default=1.0, gt=0, description="a typical spread; see NumberTransform")
 
 
+# A time of an event and a delay add up within int64, as times of files lie within 2^62.
+_Delay = Annotated[int, Field(ge=0, le=2**62 - 1)]
+
+
 class EventIdField(Contract):
     """A categorical column of an event; one id an event."""
 
     name: Name
     table: Name
     fill: int = Field(default=0, description="id that stands for a missing value")
-    visible_after_ms: int = Field(
-        default=0, ge=0, description="until this long after the event the field reads `unknown`"
+    visible_after_ms: _Delay = Field(
+        default=0, description="until this long after the event the field reads `unknown`"
     )
     unknown: int = Field(default=0, description="id of a value that is not visible yet")
 
@@ -74,8 +78,8 @@ class EventNumberField(Contract):
     unit: str = ""
     offset: float = Field(default=0.0, description="a typical value; see NumberTransform")
     scale: float = Field(default=1.0, gt=0, description="a typical spread; see NumberTransform")
-    visible_after_ms: int = Field(
-        default=0, ge=0, description="until this long after the event the field reads `unknown`"
+    visible_after_ms: _Delay = Field(
+        default=0, description="until this long after the event the field reads `unknown`"
     )
     unknown: float = Field(default=0.0, description="value of a field that is not visible yet")
 
@@ -128,9 +132,8 @@ class LabelSpec(Contract):
 
     name: Name
     description: str = ""
-    visible_after_ms: int = Field(
+    visible_after_ms: _Delay = Field(
         default=0,
-        ge=0,
         description="how long after its row the label is known to the streaming statistics",
     )
 

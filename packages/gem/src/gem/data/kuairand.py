@@ -20,7 +20,9 @@ from gem.data.kuairand_files import (
     USERS_FILE,
     VIDEOS_FILE,
     RawFiles,
+    days,
     integers,
+    log_days,
     need_columns,
     numbers,
     read_raw_files,
@@ -115,15 +117,13 @@ def _sorted_log(raw: RawFiles) -> dict[str, np.ndarray]:
 def _days_since_upload(raw: RawFiles) -> np.ndarray:
     """From the day of the upload to the day of the impression as the log names it, float64."""
     videos = integers(raw.folder / VIDEOS_FILE, raw.videos, "video_id")
-    days = np.full(max(videos.max(initial=-1), raw.log["video_id"].max(initial=-1)) + 1, np.nan)
-    for video, text in zip(videos, words(raw.videos, "upload_dt"), strict=True):
-        if text:
-            days[video] = np.datetime64(text[:10], "D").astype(np.int64)
-    date = raw.log["date"]  # such as 20220425
-    months = (date // 10_000 - 1970) * 12 + date // 100 % 100 - 1
-    first = months.astype("datetime64[M]").astype("datetime64[D]").astype(np.int64)
-    shown = first + date % 100 - 1
-    return shown - days[raw.log["video_id"]]
+    uploaded = days(raw.folder / VIDEOS_FILE, raw.videos, "upload_dt")
+    # The last one stands for videos that the file lacks.
+    order, known = np.argsort(videos), np.append(uploaded, np.nan)
+    place = np.searchsorted(videos, raw.log["video_id"], sorter=order)
+    row = np.append(order, len(videos))[np.minimum(place, len(videos))]
+    there = np.append(videos, -1)[row] == raw.log["video_id"]
+    return log_days(raw.folder, raw.log["date"]) - known[np.where(there, row, len(videos))]
 
 
 # -- parts -------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ holds what a user watched before, without times, up to a last known one.
 
 import os
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ import pyarrow as pa
 import pyarrow.csv as pcsv
 import pyarrow.parquet as pq
 
+from gem.data.columns import MOST_MS
 from gem.data.names import nearest
 from gem_opkit.errors import DataError, refusal
 
@@ -27,6 +29,14 @@ DAYS_LOG, DAYS_SEQUENCES = "impressions.parquet", "user_sequences.parquet"
 LOG_COLUMNS = ("user_id", "video_id", "time_ms", "date", "tab", "duration_ms")
 LABEL_COLUMNS = ("is_click", "long_view")
 SEQUENCE_COLUMNS = ("user_id", "history_len", "last_time_ms", "watch_seq", "long_watch_seq")
+
+# By name in any of the files: what lies outside is no id, and no table could have a row for it.
+_ID_RANGE = (0, 2**31 - 1)
+_RANGES = {
+    **dict.fromkeys(("user_id", "video_id", "tab", "history_len"), _ID_RANGE),
+    **dict.fromkeys(("time_ms", "last_time_ms"), (-MOST_MS, MOST_MS)),
+    "date": (19700101, 99991231),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +75,17 @@ def read_raw_files(source: Path | None) -> RawFiles:
     """
     folder, layout = _find(_named_folder(source))
     users, videos = _read_text(folder / USERS_FILE), _read_text(folder / VIDEOS_FILE)
+    _check_key(folder / USERS_FILE, users, "user_id")
+    _check_key(folder / VIDEOS_FILE, videos, "video_id")
     if layout == "official":
         logs = [_read_log(folder / name) for name in OFFICIAL_LOGS]
         log = {name: np.concatenate([one[name] for one in logs]) for name in logs[0]}
         return RawFiles(folder, layout, log, None, users, videos)
     sequences = _read_parquet(folder / DAYS_SEQUENCES)
     need_columns(folder / DAYS_SEQUENCES, sequences, SEQUENCE_COLUMNS)
+    _check_key(folder / DAYS_SEQUENCES, sequences, "user_id")
+    for name in ("watch_seq", "long_watch_seq"):
+        _check_lists(folder / DAYS_SEQUENCES, sequences, name)
     return RawFiles(folder, layout, _read_log(folder / DAYS_LOG), sequences, users, videos)
 
 
@@ -139,7 +154,7 @@ def _read_text(path: Path) -> pa.Table:
                 null_values=["", "nan", "NaN"],
             ),
         )
-    except (pa.ArrowException, OSError) as fault:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as fault:  # names may be no text
         raise _broken(path, fault) from fault
 
 
@@ -159,7 +174,7 @@ def _read_log(path: Path) -> dict[str, np.ndarray]:
         except (pa.ArrowException, OSError) as fault:
             raise _broken(path, fault) from fault
     need_columns(path, table, (*LOG_COLUMNS, *LABEL_COLUMNS))
-    kept = _first_of_repeats(table)
+    kept = _first_of_repeats(path, table)
     log = {name: integers(path, table, name)[kept] for name in (*LOG_COLUMNS, *LABEL_COLUMNS)}
     for name in LABEL_COLUMNS:
         wrong = (log[name] != 0) & (log[name] != 1)
@@ -176,10 +191,12 @@ def _read_log(path: Path) -> dict[str, np.ndarray]:
     return log
 
 
-def _first_of_repeats(table: pa.Table) -> np.ndarray:
+def _first_of_repeats(path: Path, table: pa.Table) -> np.ndarray:
     """The first of the rows that agree in every column, rising, int64."""
     codes = np.empty((table.num_rows, table.num_columns), np.int32)
-    for place, column in enumerate(table.columns):
+    for place, (name, column) in enumerate(zip(table.column_names, table.columns, strict=True)):
+        if pa.types.is_nested(column.type):
+            raise _wrong(path, name, "hold plain values", str(column.type))
         coded = column.combine_chunks().dictionary_encode(null_encoding="encode")
         codes[:, place] = coded.indices.to_numpy(zero_copy_only=False)
     _, first = np.unique(codes, axis=0, return_index=True)
@@ -198,16 +215,96 @@ def integers(path: Path, table: pa.Table, name: str) -> np.ndarray:
         int64, one a row.
 
     Raises:
-        DataError: a value that is missing or no whole number.
+        DataError: a value that is missing, no whole number, or outside the range of such ids or
+            times.
     """
     column = table.column(name).combine_chunks()
     if column.null_count:
         row = int(np.argmax(column.is_null().to_numpy(zero_copy_only=False)))
         raise _wrong(path, name, "be there in every row", f"none in row {row}")
     try:
-        return column.cast(pa.int64()).to_numpy(zero_copy_only=False)
+        values = column.cast(pa.int64()).to_numpy(zero_copy_only=False)
     except pa.ArrowException as fault:
         raise _wrong(path, name, "hold whole numbers", str(fault).rstrip(".")) from fault
+    low, high = _RANGES.get(name, (None, None))
+    if low is not None:
+        outside = (values < low) | (values > high)
+        if outside.any():
+            row = int(np.argmax(outside))
+            raise _wrong(path, name, f"lie in {low} .. {high}", f"{values[row]} in row {row}")
+    return values
+
+
+def days(path: Path, table: pa.Table, name: str) -> np.ndarray:
+    """A column of dates with gaps.
+
+    Args:
+        path: of the table, for messages.
+        table: holds the column as text, such as 2022-04-01; what follows the date is left out.
+        name: of the column.
+
+    Returns:
+        days since 1970, float64, NaN where the value is missing.
+
+    Raises:
+        DataError: a value that is no date.
+    """
+    found = np.full(table.num_rows, np.nan)
+    for row, text in enumerate(words(table, name)):
+        if not text:
+            continue
+        try:
+            found[row] = (date.fromisoformat(text[:10]) - date(1970, 1, 1)).days
+        except ValueError:
+            got = f"{text!r} in row {row}"
+            raise _wrong(path, name, "hold dates such as 2022-04-01", got) from None
+    return found
+
+
+def log_days(path: Path, dates: np.ndarray) -> np.ndarray:
+    """Days of the log's column `date`.
+
+    Args:
+        path: of the log, for messages.
+        dates: such as 20220425, int64.
+
+    Returns:
+        days since 1970, int64, the same shape.
+
+    Raises:
+        DataError: a number that is no date.
+    """
+    month = (dates // 10_000 - 1970) * 12 + dates // 100 % 100 - 1
+    first = month.astype("datetime64[M]").astype("datetime64[D]").astype(np.int64)
+    found = first + dates % 100 - 1
+    written_back = found.astype("datetime64[D]").astype("datetime64[M]").astype(np.int64)
+    wrong = (written_back != month) | (dates // 100 % 100 < 1) | (dates // 100 % 100 > 12)
+    if wrong.any():
+        got = f"{dates[np.argmax(wrong)]}"
+        raise _wrong(path, "date", "hold dates such as 20220425", got)
+    return found
+
+
+def _check_key(path: Path, table: pa.Table, name: str) -> None:
+    need_columns(path, table, (name,))
+    keys, counts = np.unique(integers(path, table, name), return_counts=True)
+    if (counts > 1).any():
+        raise _wrong(path, name, "be unique", f"{keys[np.argmax(counts > 1)]} twice")
+
+
+def _check_lists(path: Path, table: pa.Table, name: str) -> None:
+    kind = table.column(name).type
+    lists = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    if not lists or not pa.types.is_integer(kind.value_type):
+        raise _wrong(path, name, "hold lists of integers", str(kind))
+    ids = table.column(name).combine_chunks().flatten()
+    low, high = _ID_RANGE
+    if ids.null_count:
+        raise _wrong(path, name, "hold lists without gaps", "a null in one")
+    values = ids.to_numpy(zero_copy_only=False)
+    outside = (values < low) | (values > high)
+    if outside.any():
+        raise _wrong(path, name, f"hold ids in {low} .. {high}", str(values[np.argmax(outside)]))
 
 
 def numbers(path: Path, table: pa.Table, name: str) -> pa.Array:
@@ -252,11 +349,13 @@ def need_columns(path: Path, table: pa.Table, names: tuple[str, ...]) -> None:
         names: columns that it has to have.
 
     Raises:
-        DataError: it lacks one; the message names the nearest that it has.
+        DataError: it lacks one, and the message names the nearest that it has; or it has two.
     """
     for name in names:
         if name not in table.column_names:
             raise _wrong(path, name, "be a column", f"none{nearest(name, table.column_names)}")
+        if table.column_names.count(name) > 1:
+            raise _wrong(path, name, "be one column", str(table.column_names.count(name)))
 
 
 def _wrong(path: Path, column: str, must: str, got: str) -> DataError:

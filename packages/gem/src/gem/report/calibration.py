@@ -34,12 +34,14 @@ def reliability_figure(groups: Sequence[Group], period: str, task: str) -> Figur
             " The upright lines hold the true rate in 95 of 100 cases; the bars at the bottom "
             "show where predictions lie."
         )
-    if any(len(group.runs) > 1 for group in groups):
-        text += " Each dot is the mean over the seeds."
-    pooled = [
-        (g, _pooled([_parts_of(run, period, task) for run in group.runs]))
-        for g, group in enumerate(groups)
-    ]
+    parts_of = [[_parts_of(run, period, task) for run in group.runs] for group in groups]
+    if any(len(known) > 1 for known in parts_of):
+        text += (
+            " Each dot is the mean over the seeds."
+            if all(_same_groups(known) for known in parts_of)
+            else " Of seeds whose groups differ in number, the first one is shown."
+        )
+    pooled = [(g, _pooled(known)) for g, known in enumerate(parts_of)]
     series = [(g, parts) for g, parts in pooled if parts]
     if not series:
         reasons = (
@@ -142,10 +144,14 @@ def _parts_of(run: RunRecord, period: str, task: str) -> list[_Part]:
     return parts
 
 
+def _same_groups(runs: Sequence[Sequence[_Part]]) -> bool:
+    return len({len(parts) for parts in runs if parts}) < 2
+
+
 def _pooled(runs: Sequence[Sequence[_Part]]) -> Sequence[_Part]:
-    """The mean of each group over runs on the same examples; of the first where they differ."""
+    """The mean of each group over runs; the first run's where they have not as many groups."""
     known = [parts for parts in runs if parts]
-    if not known or len({len(parts) for parts in known}) > 1:
+    if not known or not _same_groups(runs):
         return known[0] if known else ()
     return [
         _Part(

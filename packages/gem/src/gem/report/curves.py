@@ -68,10 +68,12 @@ def loss_figure(groups: Sequence[Group], *, wide: bool = False) -> Figure:
     curves = [points for _, _, points in series]
     if not any(curves):
         return Figure("Training loss", text, wide=wide)
+    y = Axis.around(_settled(curves), "loss")
+    if any(value > y.high for points in curves for _, value in points):
+        text += " What lies above the plot comes from the first tenth."
 
     def make(size: Size) -> Plot:
-        x, y = _x_axis(curves, _SEEN), Axis.around(_settled(curves), "loss")
-        plot = Plot(size, x, y, f"Training loss {_fall(curves[0])}")
+        plot = Plot(size, _x_axis(curves, _SEEN), y, f"Training loss {_fall(curves[0])}")
         for style, _, points in series:
             plot.line(thinned(points, _MOST_POINTS), f"{style} {'thin' if several else 'pale'}")
         if not several:

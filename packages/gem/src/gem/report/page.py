@@ -19,6 +19,8 @@ from gem.report.read import RunRecord, pick, read_run, table
 
 REPORT_FILE = "report.html"
 _MOST_DIFFERENCES = 60
+# Embedding tables that are shown at once; a few more are not worth a click.
+_MOST_TABLES, _SPARED = 12, 3
 
 
 def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
@@ -112,10 +114,14 @@ def _content(groups: Sequence[Group], runs: Sequence[RunRecord]) -> dict[str, An
                 for s in streams
             ),
         ],
-        "speed": sections.speed(groups, run_name),
-        "time_bars": sections.time_bars(groups, run_name),
+        "speed": sections.speed(groups),
+        "time_bars": sections.time_bars(groups),
         "tables": [
-            (group.label if len(groups) > 1 else "", sections.table_total(run), rows)
+            (
+                group.label if len(groups) > 1 else "",
+                sections.table_total(run),
+                *_folded(rows),
+            )
             for group, run in zip(groups, firsts, strict=True)
             if (rows := sections.table_rows(run))
         ],
@@ -128,6 +134,12 @@ def _content(groups: Sequence[Group], runs: Sequence[RunRecord]) -> dict[str, An
         ],
         "version": pick(first.diagnostics, "process", "starts", -1, "versions", "gem-trainer"),
     }
+
+
+def _folded(rows: list[sections.TableRow]) -> tuple[list[sections.TableRow], ...]:
+    """The tables that are shown at once, and those that open."""
+    shown = len(rows) if len(rows) <= _MOST_TABLES + _SPARED else _MOST_TABLES
+    return rows[:shown], rows[shown:]
 
 
 def _calibrated(groups: Sequence[Group], task: str) -> list[str]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from gem.report import words
 from gem.report.compare import Group, Spread
+from gem.report.figure import run_name
 from gem.report.read import PERIODS, RunRecord, number, pick, table
 
 METRICS = {
@@ -220,15 +221,17 @@ class TimeBar:
     quantiles: str
 
 
-def time_bars(groups: Sequence[Group], name: Any) -> list[TimeBar]:
+def time_bars(groups: Sequence[Group]) -> list[TimeBar]:
     """Where the time went, by run.
 
     Args:
         groups: of runs.
-        name: gives the name of a run.
     """
     return [
-        bar for group in groups for run in group.runs if (bar := _time_bar(run, name(run, groups)))
+        bar
+        for group in groups
+        for run in group.runs
+        if (bar := _time_bar(run, run_name(run, groups)))
     ]
 
 
@@ -265,18 +268,17 @@ def _time_bar(run: RunRecord, name: str) -> TimeBar | None:
     return TimeBar(name, parts, timed)
 
 
-def speed(groups: Sequence[Group], name: Any) -> list[tuple[str, list[Tile]]]:
+def speed(groups: Sequence[Group]) -> list[tuple[str, list[Tile]]]:
     """Speed, memory and efficiency of every finished run.
 
     Args:
         groups: of runs.
-        name: gives the name of a run.
     """
     found = []
     for group in groups:
         for run in group.runs:
             if tiles := _speed_tiles(run):
-                found.append((name(run, groups), tiles))
+                found.append((run_name(run, groups), tiles))
     return found
 
 

@@ -52,6 +52,8 @@ HALF = Size("wide", 500, 290, 5, 5)
 NARROW = Size("narrow", 350, 260, 4, 5)
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 10, 42
+# Of a letter of an axis, and what stands left of the letters: the label of the axis.
+_LETTER, _BESIDE = 7, 28
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +133,10 @@ class Plot:
     ) -> None:
         self.size, self.x, self.y, self._alt = size, x, y, alt
         self._x_ticks = x.ticks(size.x_ticks) if x_ticks is None else list(x_ticks)
-        self._inner_width = size.width - _LEFT - _RIGHT
+        self._y_ticks = y.ticks(size.y_ticks)
+        longest = max((len(text) for _, text in self._y_ticks), default=0)
+        self._left = max(_LEFT, _BESIDE + _LETTER * longest)
+        self._inner_width = size.width - self._left - _RIGHT
         self._inner_height = size.height - _TOP - _BOTTOM
         self._marks: list[str] = []
 
@@ -259,15 +264,15 @@ class Plot:
             f'<svg class="plot {self.size.name}" viewBox="0 0 {width} {height}" role="img" '
             f'aria-label="{escape(self._alt, quote=True)}">'
         ]
-        for value, text in self.y.ticks(self.size.y_ticks):
+        for value, text in self._y_ticks:
             y = _TOP + self._y(value)
             parts.append(
-                f'<line class="grid" x1="{_LEFT}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}"/>'
-                f'<text class="tick" x="{_LEFT - 7}" y="{y + 4:.1f}" text-anchor="end">'
+                f'<line class="grid" x1="{self._left}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}"/>'
+                f'<text class="tick" x="{self._left - 7}" y="{y + 4:.1f}" text-anchor="end">'
                 f"{escape(text)}</text>"
             )
         for value, text in self._x_ticks:
-            x = _LEFT + self._x(value)
+            x = self._left + self._x(value)
             anchor = "end" if x > right - 16 and len(text) > 4 else "middle"
             parts.append(
                 f'<line class="axis" x1="{x:.1f}" y1="{floor}" x2="{x:.1f}" y2="{floor + 4}"/>'
@@ -275,10 +280,10 @@ class Plot:
                 f"{escape(text)}</text>"
             )
         parts.append(
-            f'<svg x="{_LEFT}" y="{_TOP}" width="{self._inner_width}" '
+            f'<svg x="{self._left}" y="{_TOP}" width="{self._inner_width}" '
             f'height="{self._inner_height}">{"".join(self._marks)}</svg>'
-            f'<line class="axis" x1="{_LEFT}" y1="{floor}" x2="{right}" y2="{floor}"/>'
-            f'<text class="label" x="{(_LEFT + right) / 2:.0f}" y="{height - 6}" '
+            f'<line class="axis" x1="{self._left}" y1="{floor}" x2="{right}" y2="{floor}"/>'
+            f'<text class="label" x="{(self._left + right) / 2:.0f}" y="{height - 6}" '
             f'text-anchor="middle">{escape(self.x.label)}</text>'
             f'<text class="label" transform="translate(13 {(_TOP + floor) / 2:.0f}) rotate(-90)" '
             f'text-anchor="middle">{escape(self.y.label)}</text></svg>'

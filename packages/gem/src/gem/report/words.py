@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 from gem.report.compare import Spread
 
 NONE = "n/a"
-_THIN = "\u202f"  # between the digits of a large number, and before a unit
+_THIN = "\u202f"  # before a unit
 
 
 def count(value: float | None) -> str:
@@ -14,7 +14,7 @@ def count(value: float | None) -> str:
     Args:
         value: None shows as not available.
     """
-    return NONE if value is None else f"{value:,.0f}".replace(",", _THIN)
+    return NONE if value is None else f"{value:,.0f}"
 
 
 def short(value: float) -> str:

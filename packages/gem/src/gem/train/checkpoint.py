@@ -13,6 +13,7 @@ a run can be continued on another number of ranks; only the random numbers (drop
 
 import json
 import logging
+import re
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
@@ -92,20 +93,42 @@ def latest_complete(checkpoints: Path) -> Path | None:
         checkpoints: the run's folder of checkpoints; may be missing.
 
     Returns:
-        Its folder, or None where there is none.
+        Its folder, or None where there is none at all.
+
+    Raises:
+        DataError: there are checkpoints, and none is complete: to begin anew would overwrite what
+            is left of the run.
+        PermissionError: one of them may not be read, so nobody knows what it is worth.
     """
+    passed_over: list[Path] = []
     for _, folder in sorted(_step_folders(checkpoints), reverse=True):
         if is_complete(folder):
+            for damaged in passed_over:
+                _log.warning("%s is not complete and is passed over", damaged)
             return folder
-        _log.warning("%s is not complete and is passed over", folder)
+        passed_over.append(folder)
+    if passed_over:
+        raise DataError(
+            refusal(
+                "checkpoint",
+                str(checkpoints),
+                must="hold a complete checkpoint, or none at all",
+                got=f"{', '.join(one.name for one in passed_over)} with files missing, changed or "
+                "cut short",
+                fix="restore them, or remove them to begin at the first step",
+            )
+        )
     return None
 
 
 def _step_folders(checkpoints: Path) -> list[tuple[int, Path]]:
+    if not checkpoints.exists():
+        return []
+    # Listed, not globbed: a glob finds nothing in a folder that may not be read.
     return [
-        (int(folder.name.removeprefix("step-")), folder)
-        for folder in checkpoints.glob("step-*")
-        if folder.name.removeprefix("step-").isdigit()
+        (int(entry.name.removeprefix("step-")), entry)
+        for entry in checkpoints.iterdir()
+        if re.fullmatch("step-[0-9]+", entry.name)
     ]
 
 

@@ -75,7 +75,9 @@ def _changed(path: Path, written: int, found: int) -> DataError:
             str(path),
             must=f"hold what was written (CRC-32 {written:08x})",
             got="a file that cannot be read" if unreadable else f"other bytes ({found:08x})",
-            fix=f"remove {path.parent}, so that the checkpoint before it is used",
+            fix="check its permissions and the disk"
+            if unreadable
+            else f"remove {path.parent}, so that the checkpoint before it is used",
         )
     )
 
@@ -118,6 +120,9 @@ def is_complete(folder: Path) -> bool:
 
     Args:
         folder: a checkpoint.
+
+    Raises:
+        PermissionError: it may not be read, so it is not known whether anything is wrong with it.
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
@@ -129,6 +134,8 @@ def is_complete(folder: Path) -> bool:
             (folder / name).stat().st_size == facts["bytes"]
             for name, facts in manifest["files"].items()
         )
+    except PermissionError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
@@ -161,6 +168,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def _check_format(folder: Path) -> None:
     try:
         found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["format"]
+    except PermissionError:
+        raise
     except (OSError, ValueError, KeyError, TypeError):
         return  # not complete, which is told by name
     if found != FORMAT:

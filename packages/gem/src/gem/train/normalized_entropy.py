@@ -13,13 +13,12 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
+from gem.train.auc import NO_EXAMPLES, ONE_CLASS
 from gem_opkit.errors import DataError, refusal
 
 # A prediction is clipped to [CLIP, 1 - CLIP] before its logarithm, so one row costs at most 16.1.
 CLIP = 1e-7
 
-NO_EXAMPLES = "no labelled examples"
-ONE_CLASS = "all labels are equal"
 NO_POSITIVES = "no positive labels"
 
 

@@ -18,6 +18,7 @@ from gem import __version__
 from gem.data.dataset import Dataset
 from gem.data.names import nearest
 from gem.data.prepare import default_folder
+from gem.data.whole_folder import begin_folder, complete_folder, hidden_folder, is_free
 from gem.train.evaluate import ParquetRows, Predictions, constant_column, domain_column
 from gem.train.held_out import HELD_OUT, evaluate_splits
 from gem.train.progress import Display
@@ -160,13 +161,15 @@ class _Table:
 
 
 def _check_out(out: Path) -> None:
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+    if not is_free(out):
+        link = "is a link that leads nowhere" if out.is_symlink() else "is no folder"
+        what = "is not empty" if out.is_dir() else link
         raise ConfigError(
             refusal(
                 "gem predict",
                 "--out",
                 must="be a new or an empty folder",
-                got=f"{out}, which is {'not empty' if out.is_dir() else 'no folder'}",
+                got=f"{out}, which {what}",
                 fix="choose another --out",
             )
         )
@@ -174,7 +177,17 @@ def _check_out(out: Path) -> None:
 
 def _check_splits(splits: Sequence[str], run: Run) -> None:
     known = [split.name for split in run.reader.dataset.splits]
-    for split in splits:
+    for place, split in enumerate(splits):
+        if split in splits[:place]:
+            raise ConfigError(
+                refusal(
+                    "gem predict",
+                    "--split",
+                    must="name each split once",
+                    got=f"{split!r} twice",
+                    fix="remove one of them",
+                )
+            )
         # valid and test are asked for by default, and a data set may lack one of them.
         if split not in known and split not in HELD_OUT:
             raise ConfigError(
@@ -200,16 +213,13 @@ def _check_splits(splits: Sequence[str], run: Run) -> None:
 
 @contextmanager
 def _whole_or_absent(out: Path, *, write: bool) -> Iterator[Path]:
-    """A folder beside ``out`` that gets its name when the block ends well, and goes otherwise."""
-    work = out.with_name(f".{out.name}.partial")
+    """A hidden folder whose files come to ``out`` when the block ends well, and go otherwise."""
     if not write:
-        yield work
+        yield hidden_folder(out)
         return
-    if work.exists():  # of a process that was killed
-        shutil.rmtree(work)
-    work.mkdir(parents=True)
+    work = begin_folder(out)
     try:
         yield work
-        work.rename(out)
+        complete_folder(work, out, last=MANIFEST_FILE)
     finally:
         shutil.rmtree(work, ignore_errors=True)

@@ -16,6 +16,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 PLAIN_LINE_EVERY_S = 5.0
+# Steps from which on the time left is told: the first ones are the slowest.
+_STEPS_TO_JUDGE = 3
 PERIODS = ("progressive", "valid", "test")
 # Seconds since the start stand in it, and a bar; all text is to the right of it.
 _GUTTER = 10
@@ -101,7 +103,7 @@ class StepBar:
     def __init__(self, console: Console | None, title: str, steps: int, done: int) -> None:
         self._console, self._title, self._steps = console, title, steps
         self._first = self._done = done
-        self._facts = ""
+        self._facts = self._said = ""
         self._began = self._printed = time.monotonic()
         self._progress = None
         if console is not None and console.is_terminal:
@@ -136,10 +138,12 @@ class StepBar:
     def _plain(self) -> None:
         if self._console is None:
             return
-        self._printed = time.monotonic()
+        self._printed, self._said = time.monotonic(), self._line()
         elapsed_s = self._printed - self._began
         gone = self._done - self._first
-        left = "" if not gone else f"  left {elapsed_s / gone * (self._steps - self._done):.0f} s"
+        to_come = self._steps - self._done
+        told = gone >= _STEPS_TO_JUDGE and to_come > 0
+        left = f"  left {elapsed_s / gone * to_come:.0f} s" if told else ""
         self._console.print(
             f"{'':{_GUTTER}}{self._line()}{left}", highlight=False, markup=False, soft_wrap=True
         )
@@ -157,7 +161,7 @@ class StepBar:
     ) -> None:
         if self._progress is not None:
             self._progress.stop()
-        else:
+        elif self._said != self._line():
             self._plain()
 
 
@@ -172,7 +176,7 @@ def results_table(summary: Mapping[str, Any], *, domains: bool = True) -> Table:
     table = Table(title=Text(title, style="table.title"), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("period", no_wrap=True)
     table.add_column("task", overflow="fold")
-    for column in ("examples", "NE", "AUC", "GAUC", "loss", "calib."):
+    for column in ("labels", "NE", "AUC", "GAUC", "loss", "calib."):
         table.add_column(column, justify="right", no_wrap=True)
     for period in PERIODS:
         named = False

@@ -179,7 +179,8 @@ def check_folder(config: RunConfig, folder: Path, *, resume: bool) -> None:
         ConfigError: the folder is in use, or the run in it has other settings; names each key.
     """
     path = folder / CONFIG_FILE
-    used = folder.is_dir() and any(folder.iterdir())
+    # A process that was killed while it wrote its config has done nothing else.
+    used = folder.is_dir() and any(entry.name != _partial(path).name for entry in folder.iterdir())
     if used and not (resume and path.exists()):
         raise ConfigError(
             refusal(
@@ -223,9 +224,13 @@ def record_config(config: RunConfig, folder: Path, world: World) -> None:
     barrier(world)
     if world.is_first:
         path = folder / CONFIG_FILE
-        partial = path.with_name(f".{path.name}.partial")
+        partial = _partial(path)
         partial.write_text(config.to_toml(), encoding="utf-8")
         partial.rename(path)
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}.partial")
 
 
 def data_folder(config: RunConfig, world: World, display: Display, data_root: Path) -> Path:
@@ -298,7 +303,8 @@ def build_run(
     rows = sum(p.numel() for p in step.table_parameters)
     display.stage(
         f"build model {config.model.kind}: {dense:,} dense parameters, {rows:,} in tables, "
-        f"{len(schema.ids) + len(schema.numbers)} inputs, {len(schema.streams)} streams"
+        f"{len(schema.ids) + len(schema.numbers)} inputs, "
+        f"{len(schema.streams)} stream{'' if len(schema.streams) == 1 else 's'}"
     )
     window = MetricStream(schema.labels, schema.domains, spec.window_steps // spec.log_every_steps)
     histories = HistoryCounts(schema.streams)
@@ -347,11 +353,12 @@ def continue_run(run: Run) -> None:
         run: freshly built; its state is overwritten.
 
     Raises:
-        ConfigError, DataError: the checkpoint is of other settings or other data.
+        ConfigError, DataError: the checkpoint is of other settings or other data, or all that
+            there are have been damaged.
     """
     newest = latest_complete(run.folder / CHECKPOINTS)
     if newest is None:
-        run.display.stage("no complete checkpoint to continue from: begin at the first step")
+        run.display.stage("no checkpoint to continue from: begin at the first step")
         return
     check_continues(read_manifest(newest), run.config, run.dataset)
     load_checkpoint(newest, run.state, run.world)

@@ -77,13 +77,14 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), start=1):
         try:
             row = json.loads(line)
-            row["step"]  # every row has one
+            if not isinstance(row["step"], int):
+                raise TypeError
         except (ValueError, TypeError, KeyError) as fault:
             raise DataError(
                 refusal(
                     "gem train --resume",
                     f"{path} line {number}",
-                    must="be a JSON object with a step",
+                    must="be a JSON object with a whole step",
                     got=repr(line[:40]),
                     fix="remove that line",
                 )

@@ -13,7 +13,9 @@ from gem_opkit.errors import ConfigError, refusal
 class DenseOptimizerSpec(Contract):
     """Adam, with decoupled weight decay where ``weight_decay`` is above 0, for dense weights."""
 
-    lr: float = Field(default=1e-3, gt=0, description="learning rate at the peak of the schedule")
+    lr: float = Field(
+        default=1e-3, gt=0, le=1e6, description="learning rate at the peak of the schedule"
+    )
     beta1: float = Field(default=0.9, ge=0, lt=1, description="decay of the gradient's mean")
     beta2: float = Field(default=0.999, ge=0, lt=1, description="decay of its mean square")
     eps: float = Field(default=1e-8, gt=0, description="added to the root of the mean square")
@@ -22,7 +24,7 @@ class DenseOptimizerSpec(Contract):
         ge=0,
         description="share of a weight, times lr, that a step takes off; not of vectors",
     )
-    lr_factors: dict[str, Annotated[float, Field(ge=0)]] = Field(
+    lr_factors: dict[str, Annotated[float, Field(ge=0, le=1e6)]] = Field(
         default={},
         description="prefix of qualified parameter names -> factor of their learning rate; the "
         "longest prefix that fits counts",
@@ -72,7 +74,7 @@ class TrainSpec(Contract):
         default="auto", description="auto: CUDA where there is one"
     )
     threads: int | None = Field(
-        default=None, gt=0, description="CPU threads of a process; none: torch's choice"
+        default=None, gt=0, le=1024, description="CPU threads of a process; none: torch's choice"
     )
     deterministic: bool = Field(
         default=True, description="only operators that give the same bits every time"

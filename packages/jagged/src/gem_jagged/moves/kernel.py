@@ -8,8 +8,8 @@ The inverse of a move is its backward, so two operators share each kernel.
 import triton
 import triton.language as tl
 
-from gem_jagged.device import copy_tile, sequence_of
-from gem_jagged.launching import as_words, fill_word, move_blocks, on_device
+from gem_jagged.device import copy_tile, rows_of_program
+from gem_jagged.launching import as_words, fill_word, in_a_row, move_blocks, on_device
 
 
 # Sizes that change with every batch must not compile a kernel anew.
@@ -43,21 +43,9 @@ def _unpad_kernel(
     padded_ptr, stride_b, stride_n, stride_w, offsets_ptr, out_ptr, rows, length, batch, width,
     RIGHT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    start = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
-    row = start + tl.arange(0, BLOCK_ROWS)
-    in_row = row < rows
-    last = tl.minimum(start + BLOCK_ROWS, rows) - 1
-    b = sequence_of(
-        offsets_ptr,
-        offsets_ptr,
-        tl.minimum(row, last),
-        start,
-        last,
-        batch,
-        0,
-        False,
+    row, in_row, b, known = rows_of_program(
+        offsets_ptr, offsets_ptr, rows, batch, False, BLOCK_ROWS
     )
-    known = in_row & (b < batch)
     if RIGHT:
         n = row - tl.load(offsets_ptr + b + 1, mask=known, other=0).to(tl.int64) + length
     else:
@@ -75,21 +63,9 @@ def _join_kernel(
     left_offsets_ptr, right_offsets_ptr, out_ptr, rows, batch, width,
     BLOCK_ROWS: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    start = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
-    row = start + tl.arange(0, BLOCK_ROWS)
-    in_row = row < rows
-    last = tl.minimum(start + BLOCK_ROWS, rows) - 1
-    b = sequence_of(
-        left_offsets_ptr,
-        right_offsets_ptr,
-        tl.minimum(row, last),
-        start,
-        last,
-        batch,
-        0,
-        True,
+    row, in_row, b, known = rows_of_program(
+        left_offsets_ptr, right_offsets_ptr, rows, batch, True, BLOCK_ROWS
     )
-    known = in_row & (b < batch)
     left_end = tl.load(left_offsets_ptr + b + 1, mask=known, other=0).to(tl.int64)
     right_begin = tl.load(right_offsets_ptr + b, mask=known, other=0).to(tl.int64)
     # Tokens of the left stand right_begin rows further on, those of the right left_end rows.
@@ -121,21 +97,9 @@ def _part_kernel(
     values_ptr, stride_t, stride_w, own_offsets_ptr, other_offsets_ptr, out_ptr, rows, batch,
     width, LEFT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    start = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
-    row = start + tl.arange(0, BLOCK_ROWS)
-    in_row = row < rows
-    last = tl.minimum(start + BLOCK_ROWS, rows) - 1
-    b = sequence_of(
-        own_offsets_ptr,
-        own_offsets_ptr,
-        tl.minimum(row, last),
-        start,
-        last,
-        batch,
-        0,
-        False,
+    row, in_row, b, known = rows_of_program(
+        own_offsets_ptr, own_offsets_ptr, rows, batch, False, BLOCK_ROWS
     )
-    known = in_row & (b < batch)
     before = b if LEFT else b + 1
     token = row + tl.load(other_offsets_ptr + before, mask=known, other=0).to(tl.int64)
     copy_tile(
@@ -148,21 +112,9 @@ def _tail_kernel(
     source_ptr, stride_t, stride_w, own_offsets_ptr, source_offsets_ptr, out_ptr, rows, batch,
     width, BLOCK_ROWS: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    start = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
-    row = start + tl.arange(0, BLOCK_ROWS)
-    in_row = row < rows
-    last = tl.minimum(start + BLOCK_ROWS, rows) - 1
-    b = sequence_of(
-        own_offsets_ptr,
-        own_offsets_ptr,
-        tl.minimum(row, last),
-        start,
-        last,
-        batch,
-        0,
-        False,
+    row, in_row, b, known = rows_of_program(
+        own_offsets_ptr, own_offsets_ptr, rows, batch, False, BLOCK_ROWS
     )
-    known = in_row & (b < batch)
     end = tl.load(own_offsets_ptr + b + 1, mask=known, other=0).to(tl.int64)
     source_begin = tl.load(source_offsets_ptr + b, mask=known, other=0).to(tl.int64)
     source_end = tl.load(source_offsets_ptr + b + 1, mask=known, other=0).to(tl.int64)
@@ -179,15 +131,9 @@ def _select_kernel(
     values_ptr, stride_t, stride_w, offsets_ptr, indices_ptr, selected_offsets_ptr, out_ptr, rows,
     selected, batch, width, BLOCK_ROWS: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    start = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
-    row = start + tl.arange(0, BLOCK_ROWS)
-    in_row = row < rows
-    last = tl.minimum(start + BLOCK_ROWS, rows) - 1
-    i = sequence_of(
-        selected_offsets_ptr, selected_offsets_ptr, tl.minimum(row, last), start, last, selected,
-        0, False,
-    )  # fmt: skip
-    known = in_row & (i < selected)
+    row, in_row, i, known = rows_of_program(
+        selected_offsets_ptr, selected_offsets_ptr, rows, selected, False, BLOCK_ROWS
+    )
     b = tl.load(indices_ptr + i, mask=known, other=0).to(tl.int64)
     known = known & (b >= 0) & (b < batch)
     begin = tl.load(offsets_ptr + b, mask=known, other=0).to(tl.int64)
@@ -205,6 +151,7 @@ def launch_pad(values_TD, offsets_O, length, fill, align):
     out = values_TD.new_empty((batch, length, values_TD.shape[1]))
     if out.numel() == 0:
         return out
+    (offsets_O,) = in_a_row(offsets_O)
     values, target = as_words(values_TD, out)
     rows, width = batch * length, target.shape[2]
     block_rows, block_w = move_blocks(width)
@@ -224,6 +171,7 @@ def launch_unpad(padded_BND, offsets_O, total_tokens, align):
     out = padded_BND.new_empty((total_tokens, width))
     if out.numel() == 0:
         return out
+    (offsets_O,) = in_a_row(offsets_O)
     padded, target = as_words(padded_BND, out)
     block_rows, block_w = move_blocks(target.shape[1])
     with on_device(out):
@@ -241,6 +189,7 @@ def launch_join(left_TD, right_SD, left_offsets_O, right_offsets_O):
     out = left_TD.new_empty((rows, left_TD.shape[1]))
     if out.numel() == 0:
         return out
+    left_offsets_O, right_offsets_O = in_a_row(left_offsets_O, right_offsets_O)
     left, right, target = as_words(left_TD, right_SD, out)
     block_rows, block_w = move_blocks(target.shape[1])
     with on_device(out):
@@ -254,6 +203,7 @@ def launch_join(left_TD, right_SD, left_offsets_O, right_offsets_O):
 
 def launch_part(values_TD, left_offsets_O, right_offsets_O, left_tokens):
     """Take the left and the right part out of joined sequences."""
+    left_offsets_O, right_offsets_O = in_a_row(left_offsets_O, right_offsets_O)
     sides = (
         (left_tokens, left_offsets_O, right_offsets_O, True),
         (values_TD.shape[0] - left_tokens, right_offsets_O, left_offsets_O, False),
@@ -282,6 +232,7 @@ def launch_tail(source_TD, source_offsets_O, own_offsets_O, rows):
     out = source_TD.new_empty((rows, source_TD.shape[1]))
     if out.numel() == 0:
         return out
+    source_offsets_O, own_offsets_O = in_a_row(source_offsets_O, own_offsets_O)
     source, target = as_words(source_TD, out)
     block_rows, block_w = move_blocks(target.shape[1])
     with on_device(out):
@@ -299,6 +250,7 @@ def launch_select(values_TD, offsets_O, indices_I, selected_offsets_O, rows):
     out = values_TD.new_empty((rows, values_TD.shape[1]))
     if out.numel() == 0:
         return out
+    offsets_O, indices_I, selected_offsets_O = in_a_row(offsets_O, indices_I, selected_offsets_O)
     values, target = as_words(values_TD, out)
     block_rows, block_w = move_blocks(target.shape[1])
     with on_device(out):

@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from gem_jagged.device import sequence_of, sum_tile
-from gem_jagged.launching import on_device
+from gem_jagged.device import rows_of_program, sequence_of, sum_tile
+from gem_jagged.launching import in_a_row, on_device
 
 PIECE_TOKENS = 128
 
@@ -66,13 +66,16 @@ def _long_sum_kernel(
     MEAN: tl.constexpr, WIDE: tl.constexpr, PIECE: tl.constexpr, S: tl.constexpr, T: tl.constexpr,
     UNROLL: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    b = tl.program_id(0).to(tl.int64) * S + tl.arange(0, S)
+    # One axis of programs: rows of this kernel can be whole matrices, and the second axis of a grid
+    # ends at 65,535.
+    blocks_d = tl.cdiv(width, BLOCK_D)
+    b = (tl.program_id(0) // blocks_d).to(tl.int64) * S + tl.arange(0, S)
     in_b = b < batch
     begin = tl.load(offsets_ptr + b, mask=in_b, other=0).to(tl.int64)
     end = tl.load(offsets_ptr + b + 1, mask=in_b, other=0).to(tl.int64)
     is_long = in_b & (end - begin > PIECE)
     pieces = (end - begin + PIECE - 1) // PIECE
-    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    d = (tl.program_id(0) % blocks_d) * BLOCK_D + tl.arange(0, BLOCK_D)
     in_d = d < width
     total = sum_tile(
         partial_ptr, 2 * begin // PIECE, pieces, is_long, width, 1, d, in_d, WIDE, S, T, UNROLL
@@ -88,21 +91,9 @@ def _spread_kernel(
     ADD: tl.constexpr, MEAN: tl.constexpr, WIDE: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    start = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
-    row = start + tl.arange(0, BLOCK_ROWS)
-    in_row = row < rows
-    last = tl.minimum(start + BLOCK_ROWS, rows) - 1
-    b = sequence_of(
-        offsets_ptr,
-        offsets_ptr,
-        tl.minimum(row, last),
-        start,
-        last,
-        batch,
-        0,
-        False,
+    row, in_row, b, known = rows_of_program(
+        offsets_ptr, offsets_ptr, rows, batch, False, BLOCK_ROWS
     )
-    known = in_row & (b < batch)
     length = tl.load(offsets_ptr + b + 1, mask=known, other=1).to(tl.int64)
     length -= tl.load(offsets_ptr + b, mask=known, other=0).to(tl.int64)
     for begin in range(0, width, BLOCK_D):
@@ -131,6 +122,7 @@ def launch_sum(values_TD, offsets_O, *, mean):
     out = values_TD.new_empty((batch, width))
     if out.numel() == 0:
         return out
+    (offsets_O,) = in_a_row(offsets_O)
     is_wide = values_TD.dtype == torch.float64
     # Two rows a piece: ceil(L / P) pieces of a sequence longer than P fit between 2·begin // P and
     # 2·end // P.
@@ -157,11 +149,11 @@ def add_long_sums(partial, offsets_O, out, *, piece, mean=False):
     """Write the rows of sequences longer than ``piece``, from the sums of their pieces.
 
     The sums of sequence b stand in ``partial`` from row 2·begin // piece on. ``out`` is (B, width)
-    and contiguous; its other rows stay as they are.
+    and contiguous; its other rows stay as they are. ``offsets_O`` is contiguous.
     """
     batch, width = out.shape
     block_d = min(triton.next_power_of_2(width), 16)
-    _long_sum_kernel[(triton.cdiv(batch, 8), triton.cdiv(width, block_d))](
+    _long_sum_kernel[(triton.cdiv(batch, 8) * triton.cdiv(width, block_d),)](
         partial, offsets_O, out, batch, width,
         MEAN=mean, WIDE=partial.dtype == torch.float64, PIECE=piece,
         S=8, T=16, UNROLL=4, BLOCK_D=block_d,
@@ -174,6 +166,7 @@ def launch_spread(dense_BD, offsets_O, total_tokens, *, mean, values_TD=None):
     out = dense_BD.new_empty((total_tokens, width))
     if out.numel() == 0:
         return out
+    (offsets_O,) = in_a_row(offsets_O)
     values = dense_BD if values_TD is None else values_TD
     block_d = min(triton.next_power_of_2(width), 512)
     block_rows = max(1, 16384 // out.element_size() // block_d)

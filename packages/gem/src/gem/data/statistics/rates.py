@@ -12,6 +12,8 @@ from gem.data.statistics.late_labels import LateLabels
 from gem.data.statistics.spec import RateStatistic
 from gem_opkit.errors import ConfigError, refusal
 
+_LEAST_RATE, _MOST_RATE = 2.0**-1022, 1.0 - 2.0**-53
+
 
 @dataclass(frozen=True, slots=True)
 class Block:
@@ -276,12 +278,14 @@ def logit(rate: np.ndarray) -> np.ndarray:
     """log(p / (1 - p)).
 
     Args:
-        rate: p, in (0, 1), any shape.
+        rate: p, in [0, 1], any shape.
 
     Returns:
-        the same shape.
+        the same shape, finite: a rate that was rounded to 0 or 1, as with a tiny prior, counts as
+        the nearest number to it.
     """
-    return np.log(rate / (1.0 - rate))
+    inside = np.clip(rate, _LEAST_RATE, _MOST_RATE)
+    return np.log(inside / (1.0 - inside))
 
 
 def sum_of_each(values: np.ndarray, offsets: np.ndarray) -> np.ndarray:

@@ -11,7 +11,7 @@ from gem.data.names import nearest
 from gem.data.running_scale import RunningScaler
 from gem.data.sources import Sources
 from gem.data.statistics.histories import Histories, Weight
-from gem.data.statistics.keyed_sums import FIXED_POINT, PairSums, Reading, to_fixed
+from gem.data.statistics.pairs import Pairs
 from gem.data.statistics.rates import (
     Block,
     Counter,
@@ -100,7 +100,7 @@ class StatisticState:
         self._counters: dict[tuple[tuple[str, ...], str, int], Counter] = {}
         self._rates: dict[str, Rate] = {}
         self._histories: dict[str, Histories] = {}
-        self._pairs: dict[str, _Pairs] = {}
+        self._pairs: dict[str, Pairs] = {}
         self._row_columns: dict[str, _RowColumn] = {}
         self._event_columns: dict[str, dict[str, tuple[Histories, _EventColumn]]] = {}
         for name in plain:
@@ -247,12 +247,12 @@ class StatisticState:
             self._histories[key] = Histories(self._sources, feedback, rate)
         return self._histories[key]
 
-    def _pairs_of(self, spec: PairStatistic | EventStatistic) -> "_Pairs":
+    def _pairs_of(self, spec: PairStatistic | EventStatistic) -> Pairs:
         key = f"{spec.feedback.model_dump_json()}{spec.base} {spec.max_pairs}"
         if key not in self._pairs:
             self._check_pairs_learn_at_once(spec)
             histories = self._histories_of(spec.feedback, spec.base, spec.name)
-            self._pairs[key] = _Pairs(self._sources, histories, self._rates[spec.base], spec)
+            self._pairs[key] = Pairs(self._sources, histories, self._rates[spec.base], spec)
         return self._pairs[key]
 
     def _check_pairs_learn_at_once(self, spec: PairStatistic | EventStatistic) -> None:
@@ -360,39 +360,6 @@ class StatisticState:
 
     def _weights(self, specs: tuple[WeightSpec, ...], histories: Histories) -> list[Weight]:
         return [Weight(self._sources, spec, histories.item_field) for spec in specs]
-
-
-class _Pairs:
-    """Pair sums of the open block's candidates with their own events."""
-
-    def __init__(
-        self,
-        sources: Sources,
-        histories: Histories,
-        base: Rate,
-        spec: PairStatistic | EventStatistic,
-    ) -> None:
-        self.histories = histories
-        self._labels = sources.example_column(base.spec.label).values
-        self._sums = PairSums(base.counter.space.size, spec.max_pairs)
-        self.reading = Reading(np.empty(0, np.int64), np.empty(0, np.int64))
-
-    def open(self, block: Block, *, add: bool) -> None:
-        histories = self.histories
-        owners = histories.owners
-        labels = self._labels[block.rows].astype(np.float64)
-        adds = block.learns & ~np.isnan(labels) & add
-        surprise = np.where(adds, labels - histories.rate, 0.0)
-        self.reading = self._sums.read_and_add(
-            self._sums.rows(histories.item[owners], histories.items),
-            histories.groups,
-            to_fixed(surprise[owners] * histories.residual),
-            adds[owners] & histories.known,
-        )
-
-    def affinity(self, prior: float) -> np.ndarray:
-        """S / (C + prior) of each event with its row's candidate, float64."""
-        return self.reading.sums / FIXED_POINT / (self.reading.counts + prior)
 
 
 def _plain_column(sources: Sources, name: str) -> _RowColumn:

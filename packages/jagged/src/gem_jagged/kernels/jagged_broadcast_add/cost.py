@@ -29,6 +29,7 @@ def jagged_broadcast_add_backward_cost(
 
     Returns:
         one addition an element; gradients of the tokens read, those of the sequences written. The
-        gradient of the values is that of the output and costs nothing.
+        gradient of the values is that of the output and not counted; where the kernel runs, it is
+        copied, with 0 behind the last offset.
     """
     return Cost(flops=total_tokens * width, bytes=(total_tokens + batch) * width * element_bytes)

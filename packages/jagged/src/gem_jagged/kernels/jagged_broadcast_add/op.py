@@ -67,12 +67,17 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _differentiate(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
     (offsets_O,) = ctx.saved_tensors
-    grad_dense_BD = None
+    grad_values_TD, grad_dense_BD = grad_TD, None
+    if ctx.needs_input_grad[0] and ctx.impl == "triton":
+        # Behind the last offset the result is 0 whatever the values are. The reference refuses such
+        # rows, so that its gradient needs no copy.
+        place_T = torch.arange(grad_TD.shape[0], device=grad_TD.device)
+        grad_values_TD = grad_TD.masked_fill((place_T >= offsets_O[-1]).unsqueeze(1), 0)
     if ctx.needs_input_grad[2]:
         grad_dense_BD = torch.ops.gem_jagged.jagged_broadcast_add_backward(
             grad_TD, offsets_O, ctx.impl
         )
-    return grad_TD, None, grad_dense_BD, None
+    return grad_values_TD, None, grad_dense_BD, None
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
@@ -124,7 +129,8 @@ def jagged_broadcast_add(
 
     Numerics: adds in fp32 (fp64 for fp64) and rounds once; the gradient of ``dense`` is summed as
         in ``jagged_sum``.
-    Cost: T·D FLOPs; reads (T+B)·D elements and writes T·D.
+    Cost: T·D FLOPs; reads (T+B)·D elements and writes T·D. Backward reads T·D and writes B·D; the
+        kernel also copies the gradient of the values, to have 0 behind the last offset.
     Source: generative-recommenders' ``jagged_dense_broadcast_add``.
     """
     rows_TD = merge_trailing(_NAME, values_TD, name="values_TD", leading=1)

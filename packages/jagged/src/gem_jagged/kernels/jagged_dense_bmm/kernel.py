@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from gem_jagged.device import sequence_of
-from gem_jagged.launching import on_device
+from gem_jagged.launching import in_a_row, on_device
 from gem_jagged.sums.kernel import add_long_sums, launch_sum
 
 
@@ -117,6 +117,7 @@ def _launch_rows(values_TD, offsets_O, dense_BDF, bias_BF):
     out = values_TD.new_empty((rows, out_width))
     if out.numel() == 0:
         return out
+    (offsets_O,) = in_a_row(offsets_O)
     block_t, block_f = 64, _block(out_width, 64)
     bias = out if bias_BF is None else bias_BF
     with on_device(out):
@@ -136,6 +137,7 @@ def _launch_matrices(values_TD, offsets_O, grad_TF):
     out = values_TD.new_empty((batch, width, out_width))
     if out.numel() == 0:
         return out
+    (offsets_O,) = in_a_row(offsets_O)
     # Long enough that the fp32 sums of pieces stay below the bytes of the tokens.
     piece = min(max(triton.next_power_of_2(8 * max(width, out_width)), 256), 8192)
     rows = 2 * tokens // piece + 1 if tokens > piece else 0

@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from gem_jagged.device import sequence_of
-from gem_jagged.launching import on_device
+from gem_jagged.device import rows_of_program
+from gem_jagged.launching import in_a_row, on_device
 from gem_jagged.moves.kernel import launch_select
 
 
@@ -20,21 +20,9 @@ def _backward_kernel(
     out_ptr, rows, batch, width,
     WIDE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    start = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
-    row = start + tl.arange(0, BLOCK_ROWS)
-    in_row = row < rows
-    last = tl.minimum(start + BLOCK_ROWS, rows) - 1
-    b = sequence_of(
-        offsets_ptr,
-        offsets_ptr,
-        tl.minimum(row, last),
-        start,
-        last,
-        batch,
-        0,
-        False,
+    row, in_row, b, known = rows_of_program(
+        offsets_ptr, offsets_ptr, rows, batch, False, BLOCK_ROWS
     )
-    known = in_row & (b < batch)
     place = row - tl.load(offsets_ptr + b, mask=known, other=0).to(tl.int64)
     first = tl.load(copies_ptr + b, mask=known, other=0)
     copies = tl.load(copies_ptr + b + 1, mask=known, other=0) - first
@@ -64,6 +52,7 @@ def launch_backward(grad_SD, offsets_O, indices_I, selected_offsets_O, total_tok
     out = grad_SD.new_empty((total_tokens, width))
     if out.numel() == 0:
         return out
+    offsets_O, selected_offsets_O = in_a_row(offsets_O, selected_offsets_O)
     # Stable, so that copies are added in the order in which they were chosen.
     chosen, order = torch.sort(indices_I, stable=True)
     names = torch.arange(batch + 1, device=chosen.device, dtype=chosen.dtype)

@@ -8,9 +8,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from gem.doctor import Diagnosis, Package
-from gem.doctor_devices import Device
-from gem.doctor_kernels import KernelChoice
+from gem.doctor.devices import Device
+from gem.doctor.examine import Diagnosis
+from gem.doctor.kernels import KernelChoice
+from gem.doctor.packages import Package
 
 _COLOURS = {
     "native": "green",
@@ -29,7 +30,7 @@ def page(found: Diagnosis) -> RenderableType:
     """Everything that was found, for a terminal.
 
     Args:
-        found: what `gem.doctor.examine` returned.
+        found: what `gem.doctor.examine.examine` returned.
     """
     # Texts hold brackets, as in gem-embeddings[torchrec], which rich would take for its markup.
     return Group(*_parts(found))
@@ -60,7 +61,7 @@ def _parts(found: Diagnosis) -> Iterator[RenderableType]:
 
 def _together(name: str, found: Package) -> RenderableType:
     line = Text.assemble(f"{name}: ", (found.state, _COLOURS.get(found.state, "green")))
-    return Padding(line.append(f" ({found.why})" if found.why else ""), (0, 0, 1, 1))
+    return Padding(line.append(f" ({found.why})" if found.why else ""), (0, 0, 1, 1), expand=False)
 
 
 def _devices(found: Diagnosis) -> Table:
@@ -160,4 +161,4 @@ def _run_by(choice: KernelChoice, device: Device) -> Text:
 
 
 def _footnote(text: str) -> RenderableType:
-    return Padding(Text(text, style="dim"), (0, 0, 0, 1))
+    return Padding(Text(text, style="dim"), (0, 0, 0, 1), expand=False)

@@ -3,15 +3,18 @@
 A format is *native* where the device multiplies matrices in it and torch has the way there,
 *emulated* where torch stores it or imitates it and computes in a wider one (right numbers, no
 speed), and *absent* where neither exists. This is about the device; whether a recipe may ask for
-the format is another column.
+the format is another column. A product of two e5m2 matrices exists nowhere: cuBLAS takes e5m2 on
+one side, and torch refuses it on both.
 
 Sources, of the rules by compute capability: NVIDIA's CUDA C++ Programming Guide, arithmetic
 instructions and tensor cores by compute capability (fp16 7.0, bf16 and tf32 8.0, fp8 8.9), and its
 PTX ISA, ``mma`` and ``tcgen05.mma ... block_scale`` (MXFP8 10.0); cuBLAS 12.9 release notes (1x128
 and 128x128 block scales on 9.0, block scales of 32 on 10.0 since 12.8); PyTorch's
-``torch.nn.functional.scaled_mm``, which takes block scales of 128 on 9.0 alone. On 9.0 Triton's
+``torch.nn.functional.scaled_mm``, which takes block scales of 128 on 9.0 alone; its issue 198126 on
+block scales of 32 on 12.x, in one layout of the factors, as cuBLAS 13 says. On 9.0 Triton's
 ``dot_scaled`` compiles to bf16 products, seen in its PTX. Of CPUs: the flags of the processor that
-oneDNN asks for (AVX512_BF16, AMX_BF16, AVX512_FP16, AMX_FP16).
+oneDNN asks for (AVX512_BF16, AMX_BF16, AVX512_FP16, AMX_FP16); of Arm, bf16 and fp16_arith as
+``torch.cpu.get_capabilities`` names them, which Linux calls bf16 and asimdhp.
 """
 
 from collections.abc import Callable, Iterable
@@ -27,7 +30,7 @@ FORMATS = {
     "bf16": "8 bits of exponent, 7 of mantissa",
     "fp16": "5 bits of exponent, 10 of mantissa",
     "fp8_e4m3": "one scale for a tensor or a row",
-    "fp8_e5m2": "one scale for a tensor or a row",
+    "fp8_e5m2": "one scale for a tensor or a row; the other factor is e4m3",
     "fp8_block": "e4m3, a float32 scale for every 128 numbers",
     "mxfp8": "e4m3, a scale that is a power of two for every 32 numbers",
 }
@@ -109,12 +112,18 @@ def cuda_formats(
         found["fp8_block"] = FormatState("emulated", f"needs CUDA 12.9 and torch 2.10, {these}")
     else:
         found["fp8_block"] = FormatState("native", f"scaled_mm with block scales; {name}")
-    # 12.x has block-scaled mma of its own, but no way from torch that is known to work.
-    if capability[0] not in (10, 11):
+    if capability[0] < 10:
         found["mxfp8"] = FormatState(
             "emulated",
             f"needs compute capability 10.0, this is {_dotted(capability)}; {imitated}",
         )
+    elif capability[0] >= 12 and cuda >= (13, 0):
+        layout = "in one layout of the factors (TN), which not every backward product has"
+        found["mxfp8"] = FormatState(
+            "native", f"scaled_mm with block scales of 32, {layout}; {name}"
+        )
+    elif capability[0] >= 12:
+        found["mxfp8"] = FormatState("unknown", f"known from CUDA 13.0 on, this is {_dotted(cuda)}")
     elif cuda < (12, 8):
         found["mxfp8"] = FormatState("emulated", f"needs CUDA 12.8, this is {_dotted(cuda)}")
     else:
@@ -146,8 +155,8 @@ def cpu_formats(flags: Iterable[str] | None) -> dict[str, FormatState]:
     return {
         "fp32": FormatState("native", "every CPU"),
         "tf32": FormatState("absent", "a format of GPUs"),
-        "bf16": with_one_of("amx_bf16", "avx512_bf16", "bf16", "arm_bf16"),
-        "fp16": with_one_of("amx_fp16", "avx512_fp16", "asimdhp", "arm_fp16_arith"),
+        "bf16": with_one_of("amx_bf16", "avx512_bf16", "bf16"),
+        "fp16": with_one_of("amx_fp16", "avx512_fp16", "fp16_arith", "asimdhp"),
         "fp8_e4m3": stored,
         "fp8_e5m2": stored,
         "fp8_block": stored,

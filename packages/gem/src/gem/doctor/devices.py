@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from gem.doctor_formats import FormatState, cpu_formats, cuda_formats
-from gem.doctor_guard import major_minor, tried
+from gem.doctor.formats import FormatState, cpu_formats, cuda_formats
+from gem.doctor.guard import major_minor, tried
 
 _LEAST_MEMORY_BYTES = 3 * 2**30
 _LEAST_DISK_BYTES = 2**30

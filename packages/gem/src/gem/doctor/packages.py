@@ -1,8 +1,7 @@
-"""`gem doctor`: what is installed and loads, what runs where, and what to do about what is missing.
+"""The packages that are looked for, whether they load, and what to do about one that does not.
 
-Everything is looked at behind a guard: an installation that is broken in any way still gets an
-answer. Modules that can end the process when they do not fit (torchrec with fbgemm) are loaded in
-a process of their own. The table is in `gem.doctor_page`.
+Modules that can end the process when they do not fit (torchrec with fbgemm) are loaded in a
+process of their own.
 """
 
 import contextlib
@@ -10,17 +9,12 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
-import platform
 import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
-from gem.doctor_devices import Device, Disk, find_devices, find_disk, resource_problems
-from gem.doctor_formats import FormatFinding, format_findings
-from gem.doctor_guard import major_minor, one_line, tried
-from gem.doctor_kernels import OperatorFinding, operator_findings
+from gem.doctor.guard import major_minor, one_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,87 +82,15 @@ class Package:
     use: str
 
 
-@dataclass(frozen=True, slots=True)
-class Diagnosis:
-    """Everything that was found. As JSON: these keys, and those of the classes below.
-
-    Attributes:
-        python: version.
-        platform: system and its version.
-        cuda: version of CUDA that torch was built with; None for a CPU build, or no torch.
-        packages: import name -> package.
-        devices: label, ``cpu`` or ``cuda:0`` and so on -> device.
-        operators: name -> which kernel runs it on which device.
-        formats: number format -> native, emulated or absent on which device.
-        torchrec: torchrec and fbgemm together; ``use`` is empty.
-        triton: Triton; ``use`` is empty.
-        disk: where runs go.
-        problems: texts that say what is wrong and what to do; none: training will run.
-        notes: texts that say what is missing without being needed.
-    """
-
-    python: str
-    platform: str
-    cuda: str | None
-    packages: dict[str, Package]
-    devices: dict[str, Device]
-    operators: dict[str, OperatorFinding]
-    formats: dict[str, FormatFinding]
-    torchrec: Package
-    triton: Package
-    disk: Disk
-    problems: list[str]
-    notes: list[str]
-
-
-def examine(folder: Path = Path("runs")) -> Diagnosis:
-    """Look at this installation. Starts no training and changes nothing.
+def loaded(name: str) -> tuple[Any, str | None]:
+    """Load a module that may be broken.
 
     Args:
-        folder: where runs go; need not exist.
+        name: to import.
 
     Returns:
-        What was found.
+        the module and None; or None and the reason why it does not load, in one line.
     """
-    packages = {name: _package(name) for name in PARTS}
-    problems = [
-        _advice(name, found) for name, found in packages.items() if _is_problem(name, found)
-    ]
-    torch, _ = _loaded("torch")
-    cuda = getattr(getattr(torch, "version", None), "cuda", None)
-    notes: list[str] = []
-    devices, formats = find_devices(torch, cuda, packages["torch"].version, problems)
-    if cuda is not None and len(devices) == 1:
-        notes.append(
-            f"torch is built for CUDA {cuda}, and there is no GPU: training runs on the CPU"
-        )
-    problems += _torch_problems(packages)
-    triton = _triton(packages, devices, problems)
-    operators = tried(lambda: _operators(devices, triton), {}, problems, "operators")
-    torchrec = _torchrec(packages)
-    place = notes if torchrec.state == "not installed" else problems
-    place += _of_torchrec(torchrec)
-    disk = find_disk(folder)
-    problems += resource_problems(devices["cpu"], disk)
-    return Diagnosis(
-        python=platform.python_version(),
-        platform=platform.platform(),
-        cuda=cuda,
-        packages=packages,
-        devices=devices,
-        operators=operators,
-        formats=tried(lambda: format_findings(formats), {}, problems, "number formats"),
-        torchrec=torchrec,
-        triton=triton,
-        disk=disk,
-        problems=problems,
-        notes=notes,
-    )
-
-
-# -- packages ----------------------------------------------------------------------------------
-def _loaded(name: str) -> tuple[Any, str | None]:
-    """A module, or None with the reason why it does not load."""
     try:
         return importlib.import_module(name), None
     except (Exception, SystemExit) as error:  # noqa: BLE001 - it can be broken in any way
@@ -182,14 +104,19 @@ def _is_there(name: str) -> bool:
         return name in sys.modules
 
 
-def _package(name: str) -> Package:
+def find_package(name: str) -> Package:
+    """Look for a package, and load it unless that can end the process.
+
+    Args:
+        name: one of `PARTS`.
+    """
     part = PARTS[name]
     if not _is_there(name):
         return Package(None, "not installed", "", part.use)
     version = _installed_version(part.distributions)
-    if name in _LOADED_APART:  # judged together, in `_torchrec`
+    if name in _LOADED_APART:  # judged together, in `find_torchrec`
         return Package(version or "unknown", "loads", "", part.use)
-    module, fault = _loaded(name)
+    module, fault = loaded(name)
     # A loaded module knows more than its metadata: 2.11.0+cu130 names the build.
     version = str(getattr(module, "__version__", None) or version or "unknown")
     if fault is not None:
@@ -204,8 +131,18 @@ def _installed_version(distributions: tuple[str, ...]) -> str | None:
     return None
 
 
-def _is_problem(name: str, found: Package) -> bool:
-    return found.state != "loads" and PARTS[name].needed
+def package_problems(packages: dict[str, Package]) -> list[str]:
+    """Say which packages a first training run misses, and what to do.
+
+    Args:
+        packages: import name -> package, of all `PARTS`.
+    """
+    lacking = {
+        name: found
+        for name, found in packages.items()
+        if found.state != "loads" and PARTS[name].needed
+    }
+    return [_advice(name, found) for name, found in lacking.items()] + _torch_problems(packages)
 
 
 def _advice(name: str, found: Package) -> str:
@@ -213,10 +150,10 @@ def _advice(name: str, found: Package) -> str:
     distribution = part.distributions[0]
     # Ours are not on a registry: they are installed from the repository.
     fix = (
-        f"install ./packages/{distribution.removeprefix('gem-')} as the README of gem-trainer says"
+        f"install ./packages/{name.removeprefix('gem_')} as the README of gem-trainer says"
         if name == "gem" or name.startswith("gem_")
         else f"pip install {distribution}"
-    ).replace("packages/trainer", "packages/gem")
+    )
     if found.state == "not installed":
         return f"{distribution} is not installed (needed for {part.use}); {fix}"
     again = fix.replace("install ", "install --force-reinstall ", 1)
@@ -231,23 +168,30 @@ def _torch_problems(packages: dict[str, Package]) -> list[str]:
     return [f"torch is {version}; {least} or newer is needed: pip install -U torch"]
 
 
-# -- Triton and torchrec -----------------------------------------------------------------------
-def _triton(
-    packages: dict[str, Package], devices: dict[str, Device], problems: list[str]
-) -> Package:
-    found = packages["triton"]
-    on_gpu = any(device.kind == "cuda" for device in devices.values())
-    if on_gpu and found.state != "loads":
-        fault = found.why or "it is not installed"
-        problems.append(
-            f"there is a GPU, and its kernels need triton ({fault}); pip install triton in the "
-            "version that torch names, or install torch again"
-        )
-    return Package(found.version, found.state, found.why, "")
+def triton_problems(triton: Package) -> list[str]:
+    """Say what Triton lacks on a machine with a GPU.
+
+    Args:
+        triton: as it was found.
+    """
+    if triton.state == "loads":
+        return []
+    fault = triton.why or "it is not installed"
+    return [
+        f"there is a GPU, and its kernels need triton ({fault}); pip install triton in the "
+        "version that torch names, or install torch again"
+    ]
 
 
-def _torchrec(packages: dict[str, Package]) -> Package:
-    """The state of torchrec with fbgemm: versions first, then a process that loads them."""
+def find_torchrec(packages: dict[str, Package]) -> Package:
+    """Judge torchrec with fbgemm: versions first, then a process that loads them.
+
+    Args:
+        packages: import name -> package; ``torch``, ``torchrec`` and ``fbgemm_gpu`` are read.
+
+    Returns:
+        Both as one package, whose version names both and whose ``use`` is empty.
+    """
     torchrec, fbgemm = packages["torchrec"], packages["fbgemm_gpu"]
     version = f"torchrec {torchrec.version}, fbgemm-gpu {fbgemm.version}"
     if torchrec.version is None and fbgemm.version is None:
@@ -267,7 +211,12 @@ def _torchrec(packages: dict[str, Package]) -> Package:
     return Package(version, "loads", "", "")
 
 
-def _of_torchrec(found: Package) -> list[str]:
+def torchrec_lines(found: Package) -> list[str]:
+    """Say what is lacking of torchrec, and what to do.
+
+    Args:
+        found: what `find_torchrec` returned.
+    """
     fix = "install torchrec as the README of gem-embeddings says"
     if found.state == "loads":
         return []
@@ -295,9 +244,3 @@ def _fault_of_loading(*names: str) -> str | None:
         return None
     said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     return said[-1] if said else f"the process that loads it ends with {done.returncode}"
-
-
-def _operators(devices: dict[str, Device], triton: Package) -> dict[str, OperatorFinding]:
-    fault = None if triton.state == "loads" else triton.why or "it is not installed"
-    capabilities = {label: device.capability for label, device in devices.items()}
-    return operator_findings(capabilities, triton_fault=fault)
