@@ -1,10 +1,17 @@
 """Every kernel of attention compiles for Hopper and Blackwell, without a GPU."""
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from gem_attention.tiling.sizes import default_config, short_rows
 from gem_opkit.compile_checks import KernelVariant, compile_kernels
 from gem_opkit.tuning import LaunchConfig
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from support_matrix import COMPILED
 
 ATTENTION = "gem_attention.kernels.jagged_flash_attention.kernel"
 COUNTS = ("q_tokens", "k_tokens", "batch", "left", "right")
@@ -57,7 +64,7 @@ def config_of(kernel, width, dtype, *, mean=0):
 def forward(width, dtype, *, windowed=False):
     config = config_of("forward", width, dtype)
     return KernelVariant(
-        "_jagged_flash_attention_forward_kernel",
+        "jagged_flash_attention_forward_kernel",
         arguments(dtype, FORWARD_POINTERS, ["lse_ptr"], ["factor"], STRIDES),
         {"HEADS": 4} | constants(width, dtype, windowed, config, rows="BLOCK_T", columns="BLOCK_S"),
         config.warps,
@@ -71,7 +78,7 @@ def backward(kernel, width, dtype, *, windowed=False):
     written = ["grad_q_ptr"] if queries else ["grad_k_ptr", "grad_v_ptr"]
     sides = ("BLOCK_T", "BLOCK_S") if queries else ("BLOCK_S", "BLOCK_T")
     return KernelVariant(
-        f"_jagged_flash_attention_{kernel}_kernel",
+        f"jagged_flash_attention_{kernel}_kernel",
         arguments(
             dtype,
             [*BACKWARD_POINTERS, *written],
@@ -90,7 +97,7 @@ def short(width, dtype, rows):
     config = LaunchConfig(rows, 64, 4, 2)
     kept = constants(width, dtype, False, config, rows="BLOCK_T", columns="BLOCK_S")
     return KernelVariant(
-        "_jagged_flash_attention_backward_short_kernel",
+        "jagged_flash_attention_backward_short_kernel",
         arguments(
             dtype,
             [*BACKWARD_POINTERS, "grad_q_ptr", "grad_k_ptr", "grad_v_ptr"],
@@ -107,7 +114,7 @@ def short(width, dtype, rows):
 
 WINDOWED = ("HAS_LEFT", "HAS_RIGHT")
 DELTA = KernelVariant(
-    "_jagged_flash_attention_delta_kernel",
+    "jagged_flash_attention_delta_kernel",
     dict.fromkeys(("out_ptr", "grad_out_ptr"), "*bf16")
     | dict.fromkeys(("lse_ptr", "grad_lse_ptr", "lse2_ptr", "delta_ptr"), "*fp32")
     | dict.fromkeys(("q_tokens", "stride_g_t", "stride_g_h", "stride_l_t", "stride_l_h"), "i32"),
@@ -124,12 +131,13 @@ DELTA = KernelVariant(
 
 def test_attention_compiles():
     variants = [
-        forward(128, "bf16"),
-        forward(48, "fp16", windowed=True),
+        *(
+            forward(case.width, case.dtype, windowed=case.windowed)
+            if case.kernel == "forward"
+            else backward(case.kernel, case.width, case.dtype, windowed=case.windowed)
+            for case in COMPILED
+        ),
         DELTA,
-        backward("backward_queries", 64, "bf16", windowed=True),
-        backward("backward_keys", 64, "bf16"),
-        backward("backward_keys", 48, "fp16", windowed=True),
         short(64, "bf16", 64),
     ]
     for report in compile_kernels(ATTENTION, variants):
@@ -164,7 +172,7 @@ def test_tile_lists_compile(sequences):
             "starts_ptr": "*i64" if by_sorting else "*i32",
             "entries_ptr": "*i32",
             "count_ptr": "*i32",
-            **dict.fromkeys(("tokens", "other_tokens", "batch", "span"), "i32"),
+            **dict.fromkeys(("tokens", "other_tokens", "batch", "span", "capacity"), "i32"),
         },
         {
             "BLOCK_TOKENS": 64,

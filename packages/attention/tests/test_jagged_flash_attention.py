@@ -1,5 +1,7 @@
 import random
+import sys
 from functools import partial
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -34,6 +36,10 @@ from gem_opkit.testing import (
     take_sequences,
     upstream_like,
 )
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from support_matrix import INTERPRETED_WIDTHS, KERNEL_WINDOWS, PATTERN_CASES, WIDTH_CASES
 
 SMALL = [case for case in CASES if case.device == "cpu" and sum(case.q_lengths) < 1000]
 
@@ -181,8 +187,7 @@ def test_compiles_whole(window, impl):
     )
 
 
-# Unequal sides, grouped heads, a width that is no power of two, tails of both kinds of tile.
-KERNEL_WINDOWS = [(None, None), (None, 0), (11, None), (40, 20)]
+# Grouped heads, a width that is no power of two, tails of both kinds of tile.
 MIXED = ((70, 37, 0, 5, 1), (41, 90, 3, 5, 0))
 
 
@@ -232,14 +237,17 @@ def gpu_inputs(q_lengths, k_lengths, *, widths, heads=4, kv_heads=2):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("width", [64, 128])
-@pytest.mark.parametrize("window", KERNEL_WINDOWS)
-def test_kernel_on_gpu(window, width, kernels):
+@pytest.mark.parametrize("case", PATTERN_CASES, ids=lambda case: case.id)
+def test_kernel_on_gpu(case, kernels):
+    check_case_on_gpu(case, gpu_inputs(*GPU_MIXED, widths=(case.width, case.value_width)))
+
+
+def check_case_on_gpu(case, operands):
     check_kernel_on_gpu(
-        with_lse(window=window),
-        variant(window=window, impl="reference"),
-        gpu_inputs(*GPU_MIXED, widths=(width, width)),
-        dtypes=(torch.float32, *HALVES) if width == 64 else HALVES[:1],
+        with_lse(window=case.window),
+        variant(window=case.window, impl="reference"),
+        operands,
+        dtypes=[getattr(torch, name) for name in case.dtypes],
     )
 
 
@@ -337,6 +345,15 @@ def test_refuses(monkeypatch):
                 ),
                 UnsupportedError,
                 "lengths must be in host memory",
+            ),
+            *(
+                (lambda w=w: attend(q, k, v, layout, k_layout, window=w), error, message)
+                for w, error, message in (
+                    (3, ShapeError, "window must be a pair"),
+                    ((1.5, 0), DtypeError, "window must have sides .* got left 1.5"),
+                    ((0, True), DtypeError, "window must have sides .* got right True"),
+                    ((torch.tensor(2), 0), DtypeError, "window must have sides .* got left tensor"),
+                )
             ),
             (
                 lambda: attend(q, k, v, layout, k_layout, impl="cuda"),
@@ -477,7 +494,7 @@ def test_without_a_window_every_probability_is_right(impl):
     check_equal_up_to_rounding(out[:, 0].detach(), expected.detach())
 
 
-@pytest.mark.parametrize("width", [16, 24, 32, 48, 64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("width", INTERPRETED_WIDTHS)
 def test_every_head_width(width, impl):
     # Also above the longest sequence, which is what a backward may take for the other.
     args = inputs((40, 3), width=width)
@@ -662,6 +679,14 @@ def test_strided_operands(impl):
         check_equal_up_to_rounding(got, wanted, what=name)
 
 
+def test_rows_that_int32_cannot_reach_are_copied():
+    # 512 rows, more than a tile has, stay below 2^31 elements; meta tensors take no memory.
+    for stride, taken in ((2**22 - 1, True), (2**22, False)):
+        rows = torch.empty_strided((600, 2, 8), (stride, 8, 1), device="meta")
+        assert (op._rows(rows) is rows) == taken
+        assert op._rows(rows).stride() == ((stride, 8, 1) if taken else (16, 8, 1))
+
+
 def test_gradient_of_the_logsumexp_alone():
     args = inputs((4, 6), dtype=torch.float64)
     _, lse = variant()(*args)
@@ -778,18 +803,33 @@ def test_kernel_needs_no_lengths_and_takes_offsets_of_any_stride():
 
 
 @pytest.mark.interpreter
-def test_offsets_beyond_the_tokens_read_nothing_outside():
+@pytest.mark.parametrize("wrong", [[0, 10, 60], [-9, 10, 32]])
+def test_offsets_beyond_the_tokens_read_nothing_outside(wrong):
     # What a caller with device offsets alone may hand over; the rows that exist stay right.
     base = [torch.full((64, 2, 16), torch.nan) for _ in range(3)]
     q, k, v = (x[16:48] for x in base)
     for x in (q, k, v):
         x.copy_(torch.randn_like(x))
-    wrong = torch.tensor([0, 10, 60])
+    offsets_O = torch.tensor(wrong)
     out, _ = torch.ops.gem_attention.jagged_flash_attention(
-        *(q, k, v, wrong, wrong, None, None, None, None, 0.25, False, False, 0, "triton")
+        *(q, k, v, offsets_O, offsets_O, None, None, None, None, 0.25, False, False, 0, "triton")
     )
     right = jagged_flash_attention(q, k, v, Layout.from_lengths([10, 22]), impl="reference")
     check_equal_up_to_rounding(out, right)
+
+
+@pytest.mark.interpreter
+def test_interpreter_is_refused_the_dtype_that_it_gets_wrong():
+    q, k, v, layout, _ = inputs((3, 4), dtype=torch.bfloat16)
+    check_refuses(
+        [
+            (
+                lambda: jagged_flash_attention(q, k, v, layout, impl="triton"),
+                UnsupportedError,
+                "have float32 or float16 on a CPU; got torch.bfloat16",
+            )
+        ]
+    )
 
 
 @pytest.mark.interpreter
@@ -826,20 +866,11 @@ def test_the_log_says_once_which_kernel_ran(caplog, monkeypatch):
     ]
 
 
-WIDTHS = [(16, 16), (24, 24), (32, 32), (48, 48), (80, 80), (96, 96), (192, 192), (256, 256)]
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize("widths", [*WIDTHS, (64, 128), (128, 48), (256, 16)])
-def test_every_head_width_on_gpu(widths):
-    # Compiling products of float32 takes long: once for a wide head.
-    single = (torch.float32,) if max(widths) <= 96 or widths == (192, 192) else ()
-    check_kernel_on_gpu(
-        with_lse(window=(50, 3)),
-        variant(window=(50, 3), impl="reference"),
-        gpu_inputs((130, 0, 67), (70, 9, 200), widths=widths),
-        dtypes=(*single, torch.float16 if widths == (48, 48) else torch.bfloat16),
-    )
+@pytest.mark.parametrize("case", WIDTH_CASES, ids=lambda case: case.id)
+def test_every_head_width_on_gpu(case):
+    widths = (case.width, case.value_width)
+    check_case_on_gpu(case, gpu_inputs((130, 0, 67), (70, 9, 200), widths=widths))
 
 
 @pytest.mark.gpu

@@ -2,6 +2,8 @@
 
 import json
 import math
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,9 @@ from gem_attention.patterns import window_mask
 from gem_opkit.budget import check_budget
 from gem_opkit.checks import run_fresh
 
-FULL = (None, None)
+sys.path.insert(0, str(Path(__file__).parent))
+
+from support_matrix import FULL, HOPPER_PATTERNS, HOPPER_WIDTHS
 
 # Gluon has no interpreter, so without a GPU the kernels can only be compiled. Triton hides what
 # the assembler says of serialised matrix instructions, so it is asked again.
@@ -117,7 +121,6 @@ LENGTHS: dict[str, tuple[list[int], list[int]]] = {
     "more_keys": ([100, 257, 64, 9], [333, 300, 500, 64]),
     "fewer_keys": ([333, 300, 500, 64], [100, 257, 64, 9]),
 }
-WINDOWS = [FULL, (None, 0), (128, 128), (3, 0), (None, 40), (70, None)]
 
 
 def packed(
@@ -195,19 +198,19 @@ def check_right(operands, lengths, window):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("case", HOPPER_PATTERNS, ids=lambda case: case.id)
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-def test_right_for_every_pattern(lengths, window):
-    check_right(packed(lengths), lengths, window)
+def test_right_for_every_pattern(lengths, case):
+    operands = packed(lengths, width=case.width, dtype=getattr(torch, *case.dtypes))
+    check_right(operands, lengths, case.window)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("width", [64, 128])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("window", [FULL, (100, 20)])
-def test_right_for_widths_and_dtypes(width, dtype, window):
-    operands = packed(LENGTHS["self"], width=width, group=1, dtype=dtype)
-    check_right(operands, LENGTHS["self"], window)
+@pytest.mark.parametrize("case", HOPPER_WIDTHS, ids=lambda case: case.id)
+def test_right_for_widths_and_dtypes(case):
+    for name in case.dtypes:
+        operands = packed(LENGTHS["self"], width=case.width, group=1, dtype=getattr(torch, name))
+        check_right(operands, LENGTHS["self"], case.window)
 
 
 @pytest.mark.gpu

@@ -1,4 +1,5 @@
 import gc
+import math
 import weakref
 
 import pytest
@@ -91,10 +92,35 @@ def test_order_follows_what_the_masks_show():
 
 
 @pytest.mark.interpreter
-def test_offsets_beyond_the_tokens_cannot_overrun_the_list():
-    wrong = torch.tensor([0, 40, 20, 200])
-    listed = query_tiles(wrong, wrong, q_tokens=50, k_tokens=50, block_tokens=16)
-    assert int(listed.count) <= listed.capacity
+@pytest.mark.parametrize("sorted_from", [0, 10**9])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        [0, 40, 20, 200],  # beyond the tokens
+        [0, 50, 0, 50, 0, 50],  # the same tokens three times: more tiles than the list holds
+        [-30, 20, 50],  # before the first token
+        [2**40, -(2**40), 2**33],
+    ],
+)
+def test_wrong_offsets_list_nothing_outside(wrong, sorted_from, monkeypatch):
+    monkeypatch.setattr(tiles, "_SORTED_FROM", sorted_from)
+    allocated = []
+
+    def guarded(size, **options):
+        # Behind each result lies memory that nobody may write.
+        whole = torch.full((math.prod(size) + 64,), -7, **options)
+        allocated.append(whole[math.prod(size) :])
+        return whole[: math.prod(size)].view(size)
+
+    monkeypatch.setattr(tiles.torch, "empty", guarded)
+    pair = torch.tensor(wrong), torch.tensor(wrong)
+    for make in (query_tiles, key_tiles):
+        listed = make(*pair, q_tokens=50, k_tokens=50, block_tokens=16)
+        assert int(listed.count) <= listed.capacity
+        for sequence, tile in entries_of(listed):
+            assert 0 <= sequence <= len(wrong) - 1
+            assert 0 <= tile < 4
+    assert all((rest == -7).all() for rest in allocated)
 
 
 @pytest.mark.interpreter
@@ -114,6 +140,8 @@ def test_list_is_made_once_for_the_same_offsets():
     k_offsets[1] = 0
     again = query_tiles(q_offsets, k_offsets, **sizes)
     assert entries_of(again) == [(1, 0), (0, 0)]
+    q_offsets.data = offsets((0, 14))
+    assert entries_of(query_tiles(q_offsets, k_offsets, **sizes)) == [(1, 0)]
     with torch.inference_mode():
         loose = offsets((9, 5))
         first = query_tiles(loose, loose, **sizes)
@@ -134,6 +162,18 @@ def test_kept_lists_die_with_their_offsets():
     del gone
     gc.collect()
     assert alive() is None
+
+
+@pytest.mark.interpreter
+def test_offsets_that_take_the_place_of_freed_ones_get_their_own_list(monkeypatch):
+    # A new tensor may have the identity and the memory of a dead one; here the former always.
+    monkeypatch.setattr(tiles, "id", lambda _: 7, raising=False)
+    q_offsets = offsets((4, 4))
+    for turn in range(40):
+        k_offsets = torch.tensor([0, turn % 9, 8])
+        listed = query_tiles(q_offsets, k_offsets, q_tokens=8, k_tokens=8, block_tokens=16)
+        assert entries_of(listed)[0] == (0 if turn % 9 >= 4 else 1, 0)
+        del k_offsets
 
 
 def test_refuses_offsets_of_other_sequences():

@@ -4,19 +4,42 @@ Every function takes the name of the operator, so that the message names what th
 Nothing here reads a device tensor, and ``torch.compile(fullgraph=True)`` traces all of it.
 """
 
+import math
+from collections.abc import Callable
+from typing import Any, NoReturn
+
 import torch
 from torch import Tensor
+from torch._C._functorch import is_gradtrackingtensor
 
 from gem_attention.activations import ACTIVATION_NAMES
-from gem_jagged.batch import Layout
-from gem_opkit.errors import DeviceError, DtypeError, ShapeError, UnsupportedError, refusal
+from gem_jagged.batch import Jagged, Layout
+from gem_opkit.errors import (
+    ConfigError,
+    DeviceError,
+    DtypeError,
+    ShapeError,
+    UnsupportedError,
+    refusal,
+)
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def check_dtypes(op: str, **tensors: Tensor) -> None:
-    """Refuse operands that are not floats of one dtype, or not on one device."""
+    """Refuse operands that are not tensors of floats of one dtype, or not on one device."""
     names = list(tensors)
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise DtypeError(
+                refusal(
+                    op,
+                    name,
+                    must="be a tensor",
+                    got=type(tensor).__name__,
+                    fix="convert it with torch.as_tensor",
+                )
+            )
     first = tensors[names[0]]
     if first.dtype not in FLOATS:
         raise DtypeError(
@@ -54,11 +77,14 @@ def check_dtypes(op: str, **tensors: Tensor) -> None:
 
 def check_heads(op: str, sizes: dict[str, int]) -> None:
     """Refuse head counts that do not divide, and widths of 0."""
-    for letter, meaning in (("H", "query heads"), ("G", "key/value heads"), ("K", "head width")):
+    for letter, fix in (
+        ("H", "pass at least one query head"),
+        ("G", "pass at least one key/value head"),
+        ("K", "queries and keys need a width"),
+        ("V", "values need a width"),
+    ):
         if sizes.get(letter, 1) == 0:
-            raise ShapeError(
-                refusal(op, letter, must="be above 0", got=0, fix=f"pass at least one of {meaning}")
-            )
+            raise ShapeError(refusal(op, letter, must="be above 0", got=0, fix=fix))
     if sizes["H"] % sizes["G"]:
         raise ShapeError(
             refusal(
@@ -77,6 +103,16 @@ def check_layout(op: str, tensor: Tensor, layout: Layout, *, name: str, layout_n
     Fewer are allowed: rows behind the last sequence get 0 and no gradient, as tokens that pad a
     captured graph to a fixed size need.
     """
+    if not isinstance(layout, (Layout, Jagged)):
+        raise DtypeError(
+            refusal(
+                op,
+                layout_name,
+                must="be a Layout",
+                got=type(layout).__name__,
+                fix="build one with Layout.from_lengths or Layout.from_offsets",
+            )
+        )
     if layout.total_tokens > tensor.shape[0]:
         raise ShapeError(
             refusal(
@@ -95,6 +131,17 @@ def check_layout(op: str, tensor: Tensor, layout: Layout, *, name: str, layout_n
                 f"{layout_name}.offsets_O",
                 must="be int32 or int64",
                 got=offsets_O.dtype,
+                fix="build the layout with Layout.from_lengths",
+            )
+        )
+    # The reference follows the lengths and the kernels the offsets.
+    if tuple(offsets_O.shape) != (layout.batch + 1,):
+        raise ShapeError(
+            refusal(
+                op,
+                f"{layout_name}.offsets_O",
+                must=f"have the shape ({layout.batch + 1},) of {layout.batch} sequences",
+                got=tuple(offsets_O.shape),
                 fix="build the layout with Layout.from_lengths",
             )
         )
@@ -125,19 +172,48 @@ def check_batches(op: str, q_layout: Layout, k_layout: Layout) -> None:
 
 
 def check_window(
-    op: str, window: tuple[int | None, int | None], *, causal: bool = False
+    op: str,
+    window: tuple[int | None, int | None],
+    *,
+    causal: bool = False,
+    name: str = "window",
+    everything: int | None = None,
 ) -> tuple[int | None, int | None]:
-    """Refuse a negative window; return it with ``causal`` worked in."""
-    left, right = window
+    """Refuse what is no window; return it with ``causal`` worked in, None for ``everything``."""
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise ShapeError(
+            refusal(
+                op,
+                name,
+                must="be a pair (left, right)",
+                got=window,
+                fix="(None, None) shows everything",
+            )
+        )
+    left, right = (None if side == everything else side for side in window)
     for side, tokens in (("left", left), ("right", right)):
+        if tokens is not None and (
+            isinstance(tokens, bool) or not isinstance(tokens, (int, torch.SymInt))
+        ):
+            raise DtypeError(
+                refusal(
+                    op,
+                    name,
+                    must="have sides that are whole numbers of tokens, or None for all",
+                    got=f"{side} {tokens!r}",
+                    fix="convert it with int()",
+                )
+            )
         if tokens is not None and tokens < 0:
             raise ShapeError(
                 refusal(
                     op,
-                    "window",
+                    name,
                     must="have sides of at least 0 tokens, or None for all",
                     got=f"{side} {tokens}",
-                    fix="None is what other libraries write as -1",
+                    fix="None is what other libraries write as -1"
+                    if everything is None
+                    else f"{everything} or None shows everything on that side",
                 )
             )
     if not causal:
@@ -146,13 +222,73 @@ def check_window(
         raise ShapeError(
             refusal(
                 op,
-                "window",
+                name,
                 must="have no right side when causal=True",
                 got=f"right {right}",
                 fix="leave it None, or give causal=False",
             )
         )
     return left, 0
+
+
+def check_scale(op: str, scale: float | None, head_width: int, *, name: str = "scale") -> float:
+    """Refuse a scale that is no finite number; return it, or 1/sqrt(K) for None."""
+    if scale is None:
+        return head_width**-0.5
+    if isinstance(scale, bool) or not isinstance(scale, (int, float, torch.SymFloat)):
+        raise DtypeError(
+            refusal(
+                op,
+                name,
+                must="be a number",
+                got=type(scale).__name__,
+                fix="multiply the queries by a scale that is learned",
+            )
+        )
+    if not -math.inf < scale < math.inf:
+        raise ConfigError(refusal(op, name, must="be finite", got=scale, fix="None is 1/sqrt(K)"))
+    return float(scale)
+
+
+def check_autograd(op: str, **tensors: Tensor) -> None:
+    """Refuse tangents and transforms of ``torch.func``, which a custom operator drops or breaks.
+
+    Forward-mode differentiation would otherwise return a tangent of zeros without a word.
+    """
+    if torch.compiler.is_compiling():
+        return
+    forward_mode = torch.autograd.forward_ad
+    for name, tensor in tensors.items():
+        if is_gradtrackingtensor(tensor) or (
+            forward_mode._current_level >= 0
+            and forward_mode.unpack_dual(tensor).tangent is not None
+        ):
+            raise UnsupportedError(
+                refusal(
+                    op,
+                    name,
+                    must="carry no tangent and be outside torch.func.grad, vjp, jvp and jacrev",
+                    got="a transformed tensor",
+                    fix="differentiate with backward() or torch.autograd.grad",
+                )
+            )
+
+
+def refuse_second_derivative(op: str) -> Callable[..., NoReturn]:
+    """Return what the autograd of an operator's backward calls: it is not differentiable."""
+
+    def refuse(_ctx: Any, *_gradients: Tensor | None) -> NoReturn:
+        raise UnsupportedError(
+            refusal(
+                op,
+                "its gradient",
+                must="be differentiated no further",
+                got="a second backward",
+                fix="take it of torch's scaled_dot_product_attention with the math backend",
+            )
+        )
+
+    return refuse
 
 
 def check_can_count(op: str) -> None:

@@ -13,7 +13,14 @@ Left out: everything of flash-attention that is not this call.
 import torch
 from torch import Tensor
 
-from gem_attention.checks import check_dtypes, check_heads, check_layout, check_window
+from gem_attention.checks import (
+    check_autograd,
+    check_dtypes,
+    check_heads,
+    check_layout,
+    check_scale,
+    check_window,
+)
 from gem_attention.kernels.jagged_flash_attention.op import (
     choose_implementation,
     jagged_flash_attention_by_offsets,
@@ -55,7 +62,9 @@ def flash_attn_varlen_func(  # noqa: PLR0913 - flash-attention's own signature
             place, others copied.
         k: keys (S, G, K); query head h reads head h // (H / G).
         v: values (S, G, V).
-        cu_seqlens_q: first query of each sequence and their number, int32 or int64, (B+1).
+        cu_seqlens_q: first query of each sequence and their number, int32 or int64, (B+1). Begins
+            at 0 and never decreases; on a GPU the values are not read and so not checked: other
+            ones give wrong rows, but touch no memory outside the operands.
         cu_seqlens_k: first key of each sequence, likewise.
         max_seqlen_q: not used.
         max_seqlen_k: not used.
@@ -89,9 +98,9 @@ def flash_attn_varlen_func(  # noqa: PLR0913 - flash-attention's own signature
     sizes = check_shapes(_NAME, q_THK=q, k_SGK=k, v_SGV=v)
     check_heads(_NAME, sizes)
     check_dtypes(_NAME, q=q, k=k, v=v)
+    check_autograd(_NAME, q=q, k=k, v=v)
     _check_offsets(cu_seqlens_q, cu_seqlens_k, q)
-    left, right = (None if side == -1 else side for side in window_size)
-    left, right = check_window(_NAME, (left, 0 if causal else right))
+    left, right = check_window(_NAME, window_size, name="window_size", everything=-1)
     chosen = choose_implementation(impl, q, v)
     lengths = None
     if chosen == "reference":
@@ -102,8 +111,8 @@ def flash_attn_varlen_func(  # noqa: PLR0913 - flash-attention's own signature
         v,
         (cu_seqlens_q, cu_seqlens_k),
         lengths,
-        window=(left, right),
-        scale=softmax_scale,
+        window=(left, 0 if causal else right),
+        scale=check_scale(_NAME, softmax_scale, q.shape[2], name="softmax_scale"),
         return_lse=return_attn_probs,
         deterministic=deterministic,
         visible_pairs=visible_pairs or 0,
@@ -134,6 +143,16 @@ def _refuse_unbuilt(
 
 def _check_offsets(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, q: Tensor) -> None:
     for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if not isinstance(offsets, Tensor):
+            raise DtypeError(
+                refusal(
+                    _NAME,
+                    name,
+                    must="be a tensor of int32 or int64",
+                    got=type(offsets).__name__,
+                    fix="put it on the device of q once a batch",
+                )
+            )
         if offsets.ndim != 1 or offsets.shape[0] == 0:
             raise ShapeError(
                 refusal(

@@ -179,8 +179,9 @@ def tile_list_reference(
 def forget_tile_lists() -> None:
     """Drop every kept list.
 
-    Needed only where offsets are changed behind torch's back: by another framework, by a kernel
-    of one's own, or by the replay of a CUDA graph that writes them.
+    Needed only where offsets are changed behind torch's back: by another framework (numpy too), by
+    a kernel of one's own, by writing to ``offsets.data``, or by the replay of a CUDA graph that
+    writes them.
     """
     with _lock:
         _kept.clear()
@@ -243,7 +244,9 @@ def _tile_list(
     # A list is ready only for what comes later on the stream that wrote it.
     stream = torch.cuda.current_stream(tiled_offsets_O.device).cuda_stream if on_gpu else 0
     key = (tokens, other_tokens, block_tokens, span, descending, stream, id(other_offsets_O))
-    versions = (tiled_offsets_O._version, other_offsets_O._version)
+    # An assignment to ``.data`` moves a tensor to other memory and counts no change.
+    sides = (tiled_offsets_O, other_offsets_O)
+    versions = tuple((offsets._version, offsets.data_ptr()) for offsets in sides)
     with _lock:
         lists = _kept.setdefault(tiled_offsets_O, {})
         found = lists.get(key)
@@ -302,10 +305,10 @@ def _starts_by_sorting(
     span: int,
 ) -> Tensor:
     """Return the place of each sequence's first tile, of the tail's, and the number of tiles."""
-    ends = tiled_offsets_O.to(torch.int64).clamp(max=tokens)
+    ends = tiled_offsets_O.to(torch.int64).clamp(0, tokens)
     lengths = torch.cat([ends, ends.new_full((1,), tokens)]).diff().clamp(min=0)
     tiles = (lengths + block_tokens - 1) // block_tokens
-    costs = other_offsets_O.to(torch.int64).clamp(max=other_tokens).diff().clamp(0, span)
+    costs = other_offsets_O.to(torch.int64).clamp(0, other_tokens).diff().clamp(0, span)
     # The tail comes last: no sequence costs less than nothing.
     order = torch.cat([costs, costs.new_full((1,), -1)]).argsort(descending=True, stable=True)
     ends = tiles[order].cumsum(0)

@@ -50,9 +50,11 @@ def sequence_rows(offsets, sequence, batch, tokens, TILED: gl.constexpr):
 
     On the side that is cut into tiles the tail has rows; on the other side it has none.
     """
-    begin = gl.minimum(gl.load(offsets + sequence).to(gl.int32), tokens)
-    after = gl.minimum(sequence + 1, batch)
-    end = gl.minimum(gl.load(offsets + after).to(gl.int32), tokens)
+    # Clamped like the tile list, so that wrong offsets reach nothing outside.
+    begin = gl.load(offsets + sequence)
+    end = gl.load(offsets + gl.minimum(sequence + 1, batch))
+    begin = gl.minimum(gl.maximum(begin, 0), tokens).to(gl.int32)
+    end = gl.minimum(gl.maximum(end, 0), tokens).to(gl.int32)
     if TILED:
         end = gl.where(sequence == batch, tokens, end)
     return begin, gl.maximum(end - begin, 0)

@@ -9,8 +9,10 @@ def sequence(offsets_ptr, b, batch, tokens, HAS_TAIL: tl.constexpr):
     """Return the first token of a sequence and how many it has; the tail is sequence ``batch``."""
     tokens = tokens.to(tl.int64)
     # Clamped like the tile list, so that wrong offsets read nothing outside.
-    begin = tl.minimum(tl.load(offsets_ptr + b).to(tl.int64), tokens)
-    end = tl.minimum(tl.load(offsets_ptr + tl.minimum(b + 1, batch)).to(tl.int64), tokens)
+    begin = tl.load(offsets_ptr + b).to(tl.int64)
+    end = tl.load(offsets_ptr + tl.minimum(b + 1, batch)).to(tl.int64)
+    begin = tl.minimum(tl.maximum(begin, 0), tokens)
+    end = tl.minimum(tl.maximum(end, 0), tokens)
     if HAS_TAIL:
         end = tl.where(b == batch, tokens, end)
     return begin, tl.maximum(end - begin, 0).to(tl.int32)

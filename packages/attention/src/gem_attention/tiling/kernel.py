@@ -7,9 +7,11 @@ import triton.language as tl
 @triton.jit
 def _lengths(offsets_ptr, b, batch, tokens, HAS_TAIL: tl.constexpr):
     """Tokens of sequences b; the tail, sequence ``batch``, has what lies behind the last offset."""
-    # Clamped, so that offsets which promise more tokens than there are cannot overrun the list.
-    begin = tl.minimum(tl.load(offsets_ptr + b, mask=b <= batch, other=0).to(tl.int64), tokens)
-    end = tl.minimum(tl.load(offsets_ptr + b + 1, mask=b < batch, other=0).to(tl.int64), tokens)
+    # Clamped, so that a sequence lies within the tokens whatever the offsets promise.
+    begin = tl.load(offsets_ptr + b, mask=b <= batch, other=0).to(tl.int64)
+    end = tl.load(offsets_ptr + b + 1, mask=b < batch, other=0).to(tl.int64)
+    begin = tl.minimum(tl.maximum(begin, 0), tokens)
+    end = tl.minimum(tl.maximum(end, 0), tokens)
     if HAS_TAIL:
         end = tl.where(b == batch, tokens, end)
     return tl.maximum(end - begin, 0).to(tl.int32)
@@ -25,7 +27,7 @@ def _tiles_and_costs(
 
 
 # A value of 1 would become a constant, and every other batch another kernel.
-@triton.jit(do_not_specialize=["tokens", "other_tokens", "batch", "span"])
+@triton.jit(do_not_specialize=["tokens", "other_tokens", "batch", "span", "capacity"])
 def _tile_list_kernel(
     tiled_ptr,
     other_ptr,
@@ -36,6 +38,7 @@ def _tile_list_kernel(
     other_tokens,
     batch,
     span,
+    capacity,
     BLOCK_TOKENS: tl.constexpr,
     DESCENDING: tl.constexpr,
     HAS_STARTS: tl.constexpr,
@@ -53,7 +56,8 @@ def _tile_list_kernel(
     if HAS_STARTS:
         start = tl.load(starts_ptr + b, mask=b <= batch, other=0).to(tl.int32)
         if tl.program_id(0) == 0:
-            tl.store(count_ptr, tl.load(starts_ptr + batch + 1).to(tl.int32))
+            count = tl.load(starts_ptr + batch + 1)
+            tl.store(count_ptr, tl.minimum(count, capacity).to(tl.int32))
     else:
         # The place of a sequence is the number of tiles of all costlier ones; equals by index.
         start = tl.zeros([BLOCK_B], tl.int32)
@@ -69,11 +73,13 @@ def _tile_list_kernel(
             start += tl.sum(tl.where(before, c_tiles[None, :], 0), 1)
             count += c_tiles
         if tl.program_id(0) == 0:
-            tl.store(count_ptr, tl.sum(count, 0))
+            tl.store(count_ptr, tl.minimum(tl.sum(count, 0), capacity))
     for first in range(0, tl.max(tiles, 0), BLOCK_M):
         m = first + tl.arange(0, BLOCK_M)
-        written = m[None, :] < tiles[:, None]
-        place = (start[:, None] + m[None, :]).to(tl.int64) * 2
+        place = start[:, None] + m[None, :]
+        # Offsets that decrease list tokens twice, more of them than the list holds.
+        written = (m[None, :] < tiles[:, None]) & (place < capacity)
+        place = place.to(tl.int64) * 2
         tile = tiles[:, None] - 1 - m[None, :] if DESCENDING else m[None, :] + 0 * tiles[:, None]
         sequence = b[:, None] + 0 * m[None, :]
         tl.store(entries_ptr + place, sequence, mask=written)
@@ -107,6 +113,7 @@ def launch_tile_list(
         other_tokens,
         batch,
         span,
+        entries.shape[0],
         BLOCK_TOKENS=block_tokens,
         DESCENDING=descending,
         HAS_STARTS=starts_C is not None,

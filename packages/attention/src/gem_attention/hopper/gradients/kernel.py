@@ -18,8 +18,10 @@ import triton.language as tl
 def _rows_of(tiles, q_offsets, batch, q_tokens, entry):
     sequence = tl.load(tiles + 2 * entry)
     tile = tl.load(tiles + 2 * entry + 1)
-    begin = tl.minimum(tl.load(q_offsets + sequence).to(tl.int32), q_tokens)
-    end = tl.minimum(tl.load(q_offsets + tl.minimum(sequence + 1, batch)).to(tl.int32), q_tokens)
+    begin = tl.load(q_offsets + sequence)
+    end = tl.load(q_offsets + tl.minimum(sequence + 1, batch))
+    begin = tl.minimum(tl.maximum(begin, 0), q_tokens).to(tl.int32)
+    end = tl.minimum(tl.maximum(end, 0), q_tokens).to(tl.int32)
     end = tl.where(sequence == batch, q_tokens, end)
     return sequence, tile, begin, tl.maximum(end - begin, 0)
 

@@ -5,7 +5,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gem_attention.checks import check_can_count, check_dtypes, check_heads, check_layout
+from gem_attention.checks import (
+    check_autograd,
+    check_can_count,
+    check_dtypes,
+    check_heads,
+    check_layout,
+    check_scale,
+    refuse_second_derivative,
+)
 from gem_attention.kernels.block_attention.cost import (
     block_attention_backward_cost,
     block_attention_cost,
@@ -91,6 +99,7 @@ def _differentiate(ctx: Any, grad_out_THV: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
+_backward.register_autograd(refuse_second_derivative(_NAME))
 
 
 def _sizes(q_THK: Tensor, k_TGK: Tensor, v_TGV: Tensor, *, visible_pairs: int) -> dict[str, int]:
@@ -152,8 +161,11 @@ def block_attention(
 
     Raises:
         ShapeError: shapes, heads, a layout or a block length that do not fit together.
-        DtypeError, DeviceError: operands of different or unknown dtypes, or devices.
-        UnsupportedError: an ``impl`` that cannot run here, or uncounted pairs in a graph.
+        DtypeError, DeviceError: operands of different or unknown dtypes, or devices; a scale or a
+            layout of another type.
+        ConfigError: a scale that is not finite.
+        UnsupportedError: an ``impl`` that cannot run here, uncounted pairs in a graph, and what
+            ``jagged_flash_attention`` refuses of differentiation.
 
     Numerics: computes and sums in float32 (float64 for float64), rounds once. The reference on a
         CPU gives the same bits in every run with the same number of threads.
@@ -164,6 +176,7 @@ def block_attention(
     sizes = check_shapes(_NAME, q_THK=q_THK, k_TGK=k_TGK, v_TGV=v_TGV)
     check_heads(_NAME, sizes)
     check_dtypes(_NAME, q_THK=q_THK, k_TGK=k_TGK, v_TGV=v_TGV)
+    check_autograd(_NAME, q_THK=q_THK, k_TGK=k_TGK, v_TGV=v_TGV)
     check_layout(_NAME, q_THK, layout, name="q_THK", layout_name="layout")
     if block_tokens <= 0:
         raise ShapeError(
@@ -179,7 +192,7 @@ def block_attention(
         layout.offsets_O,
         layout.lengths,
         block_tokens,
-        q_THK.shape[2] ** -0.5 if scale is None else float(scale),
+        check_scale(_NAME, scale, q_THK.shape[2]),
         visible_pairs,
         resolve_impl(impl, q_THK.device, _NAME, has_triton=_HAS_TRITON),
     )

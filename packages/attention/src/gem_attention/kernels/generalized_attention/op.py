@@ -7,12 +7,15 @@ from torch import Tensor
 
 from gem_attention.checks import (
     check_activation,
+    check_autograd,
     check_batches,
     check_can_count,
     check_dtypes,
     check_heads,
     check_layout,
+    check_scale,
     check_window,
+    refuse_second_derivative,
 )
 from gem_attention.contract import GdpaActivation
 from gem_attention.kernels.generalized_attention.cost import (
@@ -124,6 +127,7 @@ def _differentiate(ctx: Any, grad_out_THV: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
+_backward.register_autograd(refuse_second_derivative(_NAME))
 
 
 def _sizes(q_THK: Tensor, k_SGK: Tensor, v_SGV: Tensor, *, visible_pairs: int) -> dict[str, int]:
@@ -192,9 +196,11 @@ def generalized_attention(
 
     Raises:
         ShapeError: shapes, heads, layouts, a window or a tuple that do not fit together.
-        DtypeError, DeviceError: operands of different or unknown dtypes, or devices.
-        UnsupportedError: an unknown activation, an ``impl`` that cannot run here, or uncounted
-            pairs in a graph.
+        DtypeError, DeviceError: operands of different or unknown dtypes, or devices; a scale or a
+            layout of another type.
+        ConfigError: a scale that is not finite.
+        UnsupportedError: an unknown activation, an ``impl`` that cannot run here, uncounted pairs
+            in a graph, and what ``jagged_flash_attention`` refuses of differentiation.
 
     Numerics: computes and sums in float32 (float64 for float64), rounds once. The reference on a
         CPU gives the same bits in every run with the same number of threads. What is not finite
@@ -206,6 +212,7 @@ def generalized_attention(
     sizes = check_shapes(_NAME, q_THK=q_THK, k_SGK=k_SGK, v_SGV=v_SGV)
     check_heads(_NAME, sizes)
     check_dtypes(_NAME, q_THK=q_THK, k_SGK=k_SGK, v_SGV=v_SGV)
+    check_autograd(_NAME, q_THK=q_THK, k_SGK=k_SGK, v_SGV=v_SGV)
     check_layout(_NAME, q_THK, q_layout, name="q_THK", layout_name="q_layout")
     check_layout(_NAME, k_SGK, k_layout, name="k_SGK", layout_name="k_layout")
     check_batches(_NAME, q_layout, k_layout)
@@ -227,7 +234,7 @@ def generalized_attention(
         activations,
         left_tokens,
         right_tokens,
-        q_THK.shape[2] ** -0.5 if scale is None else float(scale),
+        check_scale(_NAME, scale, q_THK.shape[2]),
         visible_pairs,
         resolve_impl(impl, q_THK.device, _NAME, has_triton=_HAS_TRITON),
     )

@@ -5,7 +5,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from gem_attention.checks import check_activation, check_dtypes, check_heads, check_layout
+from gem_attention.checks import (
+    check_activation,
+    check_autograd,
+    check_dtypes,
+    check_heads,
+    check_layout,
+    check_scale,
+    refuse_second_derivative,
+)
 from gem_attention.contract import GdpaActivation
 from gem_attention.kernels.pooled_attention.cost import (
     pooled_attention_backward_cost,
@@ -106,6 +114,7 @@ def _differentiate(ctx: Any, grad_out_BPHV: Tensor) -> tuple[Tensor | None, ...]
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
+_backward.register_autograd(refuse_second_derivative(_NAME))
 
 
 def _sizes(
@@ -170,8 +179,11 @@ def pooled_attention(
 
     Raises:
         ShapeError: shapes, heads, a layout or a tuple that do not fit together.
-        DtypeError, DeviceError: operands of different or unknown dtypes, or devices.
-        UnsupportedError: an unknown activation, or an ``impl`` that cannot run here.
+        DtypeError, DeviceError: operands of different or unknown dtypes, or devices; a scale or a
+            layout of another type.
+        ConfigError: a scale that is not finite.
+        UnsupportedError: an unknown activation, an ``impl`` that cannot run here, and what
+            ``jagged_flash_attention`` refuses of differentiation.
 
     Numerics: computes and sums in float32 (float64 for float64), rounds once. The reference on a
         CPU gives the same bits in every run with the same number of threads.
@@ -181,6 +193,7 @@ def pooled_attention(
     sizes = check_shapes(_NAME, seeds_PHK=seeds_PHK, k_SGK=k_SGK, v_SGV=v_SGV)
     check_heads(_NAME, sizes)
     check_dtypes(_NAME, seeds_PHK=seeds_PHK, k_SGK=k_SGK, v_SGV=v_SGV)
+    check_autograd(_NAME, seeds_PHK=seeds_PHK, k_SGK=k_SGK, v_SGV=v_SGV)
     check_layout(_NAME, k_SGK, k_layout, name="k_SGK", layout_name="k_layout")
     if activation == "softmax":
         activations = "softmax"
@@ -193,7 +206,7 @@ def pooled_attention(
         k_layout.offsets_O,
         k_layout.lengths,
         activations,
-        seeds_PHK.shape[2] ** -0.5 if scale is None else float(scale),
+        check_scale(_NAME, scale, seeds_PHK.shape[2]),
         k_layout.total_tokens,
         resolve_impl(impl, seeds_PHK.device, _NAME, has_triton=_HAS_TRITON),
     )
