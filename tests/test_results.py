@@ -4,8 +4,14 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
-RAW = ["data.statistics=[]", "data.transforms={}"]
+PAGE = ROOT / "docs" / "quality.md"
+TASKS = {"ml100k-time": ["label"], "kuairand-days": ["is_click", "long_view"]}
+RECIPES = {"ml100k-time": {"ml100k-time", "ml100k-din"}, "kuairand-days": {"kuairand-days"}}
+INPUTS = ("as shipped", "without statistics")
+CASES = [(protocol, task) for protocol, tasks in TASKS.items() for task in tasks]
 
 
 def quality_rows() -> list[dict]:
@@ -13,34 +19,103 @@ def quality_rows() -> list[dict]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
-def test_quality_table_shows_the_mean_over_three_seeds():
-    text = (ROOT / "docs" / "quality.md").read_text(encoding="utf-8")
-    shown = re.findall(
-        r"^\| (ml100k-\w+) \| (as shipped|without statistics) \| (.+?) \| (.+?) \| (.+?) \|$",
-        text,
-        flags=re.MULTILINE,
+def shown_rows(protocol: str, task: str) -> list[list[str]]:
+    """Cells of a table of the page, without its head."""
+    text = PAGE.read_text(encoding="utf-8")
+    (table,) = re.findall(rf"<!-- table {protocol} {task} -->\n(.+?)<!-- end -->", text, re.DOTALL)
+    lines = [line for line in table.splitlines() if line]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def is_ours(row: dict, protocol: str, task: str, inputs: str) -> bool:
+    shipped = row.get("settings") == []
+    return (
+        row.get("recipe") in RECIPES[protocol]
+        and row["task"] == task
+        and shipped == (inputs == "as shipped")
     )
-    assert len(shown) == 4
-    for recipe, inputs, *figures in shown:
-        settings = [] if inputs == "as shipped" else RAW
-        (row,) = (
+
+
+def numbers(text: str) -> list[float]:
+    return [float(figure) for figure in re.findall(r"[+-]?\d*\.\d+", text)]
+
+
+def assert_shows(text: str, *wanted: float, digits: int = 4) -> None:
+    assert numbers(text) == pytest.approx(wanted, abs=0.5001 * 10**-digits)
+
+
+@pytest.mark.parametrize(("protocol", "task"), CASES)
+def test_our_lines_are_mean_and_range_of_the_seeds(protocol, task):
+    lines = [cells for cells in shown_rows(protocol, task) if cells[0].startswith("**")]
+    assert {(cells[0].strip("*"), cells[1]) for cells in lines} == {
+        (recipe, inputs) for recipe in RECIPES[protocol] for inputs in INPUTS
+    }
+    for name, inputs, auc, ne, calibration, *against in lines:
+        rows = [
             row
             for row in quality_rows()
-            if row.get("recipe") == recipe and "seed" not in row and row["settings"] == settings
-        )
-        assert row["seeds"] == [1, 2, 3]
-        test = row["test"]
-        assert figures == [f"{test[key]:.4f}"[1:] for key in ("auc", "ne")] + [
-            f"{test['calibration']:.3f}".removeprefix("0")
+            if is_ours(row, protocol, task, inputs) and row["recipe"] == name.strip("*")
         ]
+        seeds = {row["seed"]: row["test"] for row in rows if "seed" in row}
+        assert seeds.keys() == {1, 2, 3}
+        for text, key in ((auc, "auc"), (ne, "ne")):
+            found = [test[key] for test in seeds.values()]
+            assert_shows(text, sum(found) / 3, (max(found) - min(found)) / 2)
+        mean = sum(test["calibration"] for test in seeds.values()) / 3
+        assert_shows(calibration, mean, digits=3)
+        assert against == ["", ""]
+
+
+@pytest.mark.parametrize(("protocol", "task"), CASES)
+def test_peer_lines_are_their_rows_and_name_the_better_side(protocol, task):
+    lines = [cells for cells in shown_rows(protocol, task) if not cells[0].startswith("**")]
+    rows = {
+        (row["model"], row["inputs"]): row
+        for row in quality_rows()
+        if row.get("protocol") == protocol and row["task"] == task and row["settings"] == []
+    }
+    assert len(lines) == len(rows) >= 5
+    for model, inputs, auc, ne, calibration, against, better in lines:
+        row = rows[model, inputs]
+        assert row["seeds"] == [1, 2, 3]
+        assert len(row["test"]) == 3
+        for text, key in ((auc, "auc"), (ne, "ne")):
+            found = [test[key] for test in row["test"]]
+            assert_shows(text, sum(found) / 3, (max(found) - min(found)) / 2)
+        assert_shows(calibration, sum(test["calibration"] for test in row["test"]) / 3, digits=3)
+        gap = row["against_ours"]
+        assert_shows(against, gap["ne_difference"], gap["low_95"], gap["high_95"])
+        if gap["low_95"] > 0:
+            assert better == "ours"
+        elif gap["high_95"] < 0:
+            assert better == "theirs"
+        else:
+            assert better == "neither"
+
+
+@pytest.mark.parametrize(("protocol", "task"), CASES)
+def test_a_difference_is_that_of_the_two_lines(protocol, task):
+    """The bootstrap's middle comes from losses; the lines above come from metrics."""
+    ours = {
+        cells[1]: numbers(cells[3])[0]
+        for cells in shown_rows(protocol, task)
+        if cells[0] == f"**{protocol}**"
+    }
+    for cells in shown_rows(protocol, task):
+        if not cells[0].startswith("**"):
+            difference = numbers(cells[3])[0] - ours[cells[1]]
+            assert numbers(cells[5])[0] == pytest.approx(difference, abs=1.6e-4)
 
 
 def test_bootstrap_in_the_text_is_that_of_the_rows():
-    text = (ROOT / "docs" / "quality.md").read_text(encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8").replace("\n", " ")
     (found,) = re.findall(
-        r"resamples: (-?\.\d{4}), 95 % between (-?\.\d{4}) and (-?\.\d{4})\.",
-        text.replace("\n", " "),
+        r"resamples: (-?\.\d{4}), 95 % between (-?\.\d{4}) and (-?\.\d{4})\.", text
     )
-    (row,) = (r for r in quality_rows() if "ne_difference" in r and r["settings"] == [])
+    (row,) = (
+        r
+        for r in quality_rows()
+        if r.get("recipes") == ["ml100k-time", "ml100k-din"] and r["settings"] == []
+    )
     wanted = [f"{row[key]:.4f}" for key in ("ne_difference", "low_95", "high_95")]
     assert list(found) == [figure.replace("0.", ".", 1) for figure in wanted]
