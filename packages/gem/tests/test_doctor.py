@@ -24,7 +24,12 @@ from gem.doctor.page import page
 
 
 @pytest.fixture(scope="module")
-def found():
+def threads():
+    return torch.get_num_threads()  # by default: every single test sets a number of its own
+
+
+@pytest.fixture(scope="module")
+def found(threads):
     return examine()
 
 
@@ -50,7 +55,7 @@ def make_module(folder, name, source, version=None):
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
 
-def test_a_sound_installation(found):
+def test_a_sound_installation(found, threads):
     assert found.problems == []
     assert found.packages["torch"].version == torch.__version__
     assert found.packages["gem_attention"].version is not None
@@ -59,7 +64,7 @@ def test_a_sound_installation(found):
     assert (cpu.kind, cpu.capability) == ("cpu", None)
     assert cpu.memory_bytes > 2**30
     assert 0 < cpu.cores <= os.cpu_count()
-    assert cpu.threads == torch.get_num_threads()
+    assert cpu.threads == threads
     assert len(found.devices) == 1 + torch.cuda.device_count()
     assert found.disk.free_bytes > 0
 

@@ -191,6 +191,13 @@ def test_a_folder_that_is_no_run_is_refused_in_one_line(tmp_path):
     assert list(tmp_path.iterdir()) == [tmp_path / "config.toml"]
 
 
+def test_a_folder_is_no_file_to_write_and_nothing_is_left_in_it(runs, tmp_path):
+    (tmp_path / "there").mkdir()
+    with pytest.raises(ConfigError, match=r"--out must be a file; got .*there, which is a folder"):
+        write_report([runs / "one"], tmp_path / "there")
+    assert [path.name for path in tmp_path.rglob("*")] == ["there"]
+
+
 def test_an_unfinished_run_has_a_page_that_says_so(copy):
     (copy / "summary.json").unlink()
     page = page_of(copy)

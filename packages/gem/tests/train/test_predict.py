@@ -80,15 +80,16 @@ def test_metrics_recomputed_from_the_file_are_those_of_the_summary(finished, pre
     _, manifest, table = predicted
     summary = finished[1]
     assert manifest["metrics"] == {split: summary[split] for split in ("valid", "test")}
-    rows = table.to_pandas()
+    column = {name: np.asarray(table[name].to_pylist()) for name in table.column_names}
     for split in ("valid", "test"):
         for task in TASKS:
-            here = rows[(rows["split"] == split) & rows[f"known_{task}"]]
+            here = (column["split"] == split) & column[f"known_{task}"]
             parts = {"all": (summary[split][task], here)}
             for name, found in summary[split][task]["domains"].items():
-                parts[name] = (found, here[here["domain"] == name])
+                parts[name] = (found, here & (column["domain"] == name))
             for found, part in parts.values():
-                check(found, part[f"p_{task}"].to_numpy(float), part[f"label_{task}"].to_numpy())
+                p, y = (column[f"{kind}_{task}"][part].astype(float) for kind in ("p", "label"))
+                check(found, p, y)
 
 
 def check(found, p, y):

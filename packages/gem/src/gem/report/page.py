@@ -16,6 +16,7 @@ from gem.report.figure import Figure, run_name
 from gem.report.histories import history_figure
 from gem.report.label_rates import label_rate_figure
 from gem.report.read import RunRecord, pick, read_run, table
+from gem_opkit.errors import ConfigError, refusal
 
 REPORT_FILE = "report.html"
 _MOST_DIFFERENCES = 60
@@ -34,8 +35,18 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
         The file.
 
     Raises:
-        ConfigError: a folder is no run, or runs are of different data sets.
+        ConfigError: a folder is no run, runs are of different data sets, or ``out`` is a folder.
     """
+    if out is not None and out.is_dir():
+        raise ConfigError(
+            refusal(
+                "gem report",
+                "--out",
+                must="be a file",
+                got=f"{out}, which is a folder",
+                fix=f"give {out / REPORT_FILE}, say",
+            )
+        )
     runs = [read_run(folder) for folder in dict.fromkeys(folders)]
     text = report_html(runs)
     path = out
