@@ -405,8 +405,9 @@ Faults that a table cannot show:
   take another checkpoint; got [Errno 28] No space left on device: ...; free space there, then
   continue with --resume`. The checkpoint before it is whole; the torn one is removed.
 - **A kill** while a checkpoint is written leaves a folder `partial-step-N`, which never counts and
-  which the next checkpoint removes. A checkpoint that was damaged later is passed over while an
-  older one is whole; where none is, `--resume` refuses, as to begin anew would overwrite the log.
+  which the next checkpoint removes. A checkpoint whose files are gone or cut short is passed over,
+  in a line that says so, while an older one is whole; one whose bytes changed is refused by its
+  name. Where none is whole `--resume` refuses, as to begin anew would overwrite the log.
 - **Under torchrun** rank 0 tells what every rank finds; the line of another rank begins with
   `rank N:`. The launcher then prints a report of its own, which repeats the line at its end.
 - **Too little memory** is told as such; the fix is a smaller batch, table or model.
