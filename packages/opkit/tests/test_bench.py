@@ -1,12 +1,20 @@
 """The benchmark harness: correct first, then timed, never over 100 %."""
 
 import json
+import subprocess
 import time
 
 import pytest
 import torch
 
-from gem_opkit.bench import BenchCase, backward_of, device_folder, run_bench, time_call
+from gem_opkit.bench import (
+    BenchCase,
+    backward_of,
+    device_folder,
+    provenance,
+    run_bench,
+    time_call,
+)
 from gem_opkit.ceilings import Ceilings
 from gem_opkit.cost import Cost
 from gem_opkit.errors import ConfigError, MeasurementError
@@ -182,3 +190,20 @@ def test_gpu_time_includes_the_work(tmp_path):
     # A harness that does not wait for the device would claim far more than the peak.
     (row,) = run_bench("toy", [case(run=lambda: a @ a, cost=cost)], device="cuda", out=tmp_path)
     assert 0.3 < row["ceiling_frac"] <= 1
+
+
+def test_changed_files_spoil_a_commit_and_rows_of_results_do_not(tmp_path, monkeypatch):
+    monkeypatch.delenv("GEM_COMMIT", raising=False)
+    monkeypatch.chdir(tmp_path)
+    files = [tmp_path / "code.py", tmp_path / "results" / "cpu" / "toy.jsonl"]
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("old")
+    who = ["-c", "user.name=nobody", "-c", "user.email=nobody@example.com"]
+    for words in (["init", "-q"], ["add", "."], [*who, "commit", "-qm", "first"]):
+        subprocess.run(["git", *words], check=True)
+    files[1].write_text("new")
+    commit = provenance()["commit"]
+    assert len(commit) == 40
+    files[0].write_text("new")
+    assert provenance()["commit"] == commit + "+dirty"

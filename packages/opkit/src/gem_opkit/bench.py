@@ -309,12 +309,16 @@ def provenance() -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """Return the commit, with ``+dirty`` where files differ from it; None outside a checkout."""
+    """Return the commit, with ``+dirty`` where files differ from it; None outside a checkout.
+
+    Rows that an earlier benchmark wrote into ``results`` change nothing that is measured.
+    """
     given = os.environ.get("GEM_COMMIT")  # for a machine that has the files but not .git
     if given:
         return given
     answers = []
-    for command in (["git", "rev-parse", "HEAD"], ["git", "status", "--porcelain", "-uno"]):
+    status = ["git", "status", "--porcelain", "-uno", "--", ":/", ":(top,exclude)results"]
+    for command in (["git", "rev-parse", "HEAD"], status):
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
         except FileNotFoundError:
