@@ -112,7 +112,8 @@ def check_against_oracle(case, *, impl, dtype, device):
     cancels = float(pairs.abs().max()) if pairs.numel() else 0.0
     for name, kernel, low, exact in zip(("out", "lse", "grad q", "grad kv"), *runs, strict=True):
         low = low.to(kernel.dtype) if name == "lse" else low
-        noise_scale = cancels if name.startswith("grad") else 4.0
+        # On a CPU the usual allowance is enough; on a GPU products are summed in another order.
+        noise_scale = cancels if name.startswith("grad") and device != "cpu" else 4.0
         check_budget(kernel, low, exact, what=name, noise_scale=noise_scale)
 
 
