@@ -309,13 +309,38 @@ def test(session: nox.Session, package: str) -> None:
 def gpu(session: nox.Session, package: str) -> None:
     """Run the tests that need a GPU; there a skip is a failure."""
     install(session, [package], extras=["test"], triton=True)
+    markers = "gpu or gpu2" if gpus_of(session) > 1 else "gpu and not gpu2"
+    pytest(session, f"packages/{package}/tests", markers, GEM_REQUIRE_GPU="1")
+
+
+@nox.session
+@EACH_PACKAGE
+def sanitize(session: nox.Session, package: str) -> None:
+    """Repeat a package's small runs of kernels under compute-sanitizer, which comes with CUDA."""
+    files = (PROJECTS[package].folder / "tests").glob("test_*.py")
+    if not any("mark.memcheck" in file.read_text(encoding="utf-8") for file in files):
+        session.skip(f"packages/{package} has no tests marked memcheck")
+    install(session, [package], extras=["test"], triton=True)
+    gpus_of(session)
+    for tool in ("memcheck", "racecheck"):
+        session.run(
+            *("compute-sanitizer", "--tool", tool, "--error-exitcode", "1"),
+            *("python", "-m", "pytest", "-p", "gem_opkit.testing", "-m", "memcheck and gpu"),
+            *(*session.posargs, f"packages/{package}/tests"),
+            # Blocks of one large allocation would hide an access outside of them.
+            env={**run_environment(), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+            external=True,
+        )
+
+
+def gpus_of(session: nox.Session) -> int:
+    """Return how many GPUs torch sees in the session's environment, at least one."""
     devices = session.run(
         "python", "-c", "import torch; print(torch.cuda.device_count())", silent=True
     )
     if int(str(devices)) == 0:
         session.error("no CUDA device is visible to torch; see README.md for its CUDA build")
-    markers = "gpu or gpu2" if int(str(devices)) > 1 else "gpu and not gpu2"
-    pytest(session, f"packages/{package}/tests", markers, GEM_REQUIRE_GPU="1")
+    return int(str(devices))
 
 
 def pytest(session: nox.Session, folder: str, markers: str, **env: str) -> None:

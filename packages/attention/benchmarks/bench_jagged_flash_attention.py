@@ -11,6 +11,8 @@ rows, forward and backward of each of
 and the peers stand beside the second: FlashAttention-4 where it is installed, torch's
 ``varlen_attn``, and cuDNN's kernel on padded sequences where all are equally long, so that nothing
 is padded. A GPU is slower when hot: compare what stands in one row, not rows of different runs.
+FlashAttention-4 compiles for some seconds at each new shape of heads and window; it keeps the
+result if ``FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1`` is set.
 """
 
 import importlib

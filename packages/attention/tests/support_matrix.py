@@ -9,7 +9,7 @@ import inspect
 import re
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 
@@ -40,6 +40,31 @@ class Case:
     def id(self) -> str:
         """What pytest shows."""
         return f"{self.width}x{self.value_width}-{self.window}".replace(" ", "")
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationCase:
+    """A case of attention without softmax.
+
+    Attributes:
+        width: as in ``Case``.
+        value_width: as in ``Case``.
+        dtypes: as in ``Case``.
+        window: as in ``Case``.
+        activation: name of the activation, or one a head.
+    """
+
+    width: int
+    value_width: int
+    dtypes: tuple[str, ...]
+    window: Window
+    activation: str | tuple[str, ...]
+
+    @property
+    def id(self) -> str:
+        """What pytest shows."""
+        name = self.activation if isinstance(self.activation, str) else "+".join(self.activation)
+        return f"{self.width}-{self.window}-{name}".replace(" ", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +116,52 @@ HOPPER_WIDTHS = [
     Case(width, width, ("bfloat16", "float16"), window)
     for width in (64, 128)
     for window in (FULL, (100, 20))
+]
+# test_generalized_attention.test_kernel_on_gpu: as PATTERN_CASES.
+ACTIVATION_CASES = [
+    *(
+        ActivationCase(128, 128, ("bfloat16",), FULL, name)
+        for name in ("gelu", "fast_gelu", "taylor_gelu", "relu", "relu_squared", "leaky_relu")
+    ),
+    ActivationCase(128, 128, ("bfloat16", "float16"), FULL, "hard_swish"),
+    ActivationCase(128, 128, ("bfloat16",), CAUSAL, "identity"),
+    ActivationCase(64, 64, ALL, FULL, "silu"),
+    ActivationCase(64, 64, ALL, (40, 20), ("silu", "relu", "gelu", "gelu")),
+    ActivationCase(128, 128, ("bfloat16",), (11, None), ("fast_gelu", "silu", "silu", "relu")),
+]
+# test_generalized_attention.test_every_head_width_on_gpu.
+ACTIVATION_WIDTHS = [
+    Case(16, 16, ("float32", "bfloat16"), (50, 3)),
+    Case(48, 128, ("float32", "bfloat16"), (50, 3)),
+    Case(80, 80, ("float32", "bfloat16"), (50, 3)),
+    Case(256, 96, ("bfloat16",), (50, 3)),
+]
+# test_generalized_attention.test_interpreted_kernel.
+ACTIVATIONS_INTERPRETED = [
+    (("gelu", "fast_gelu"), FULL),
+    (("silu", "taylor_gelu"), (40, 20)),
+    (("leaky_relu", "relu_squared"), (11, None)),
+    (("hard_swish", "relu"), CAUSAL),
+    ("identity", FULL),
+]
+# test_pooled_attention.test_kernel_on_gpu: seeds, query heads, key heads, and the case. One tile of
+# seeds, two, more than the backward holds; a group of heads below each other.
+POOLED_CASES = [
+    (1, 2, 2, Case(64, 64, ("float32",), FULL)),
+    (16, 4, 4, Case(128, 128, ("bfloat16",), FULL)),
+    (32, 4, 4, Case(128, 128, ("bfloat16",), FULL)),
+    (30, 4, 2, Case(64, 64, ("float16",), FULL)),
+    (64, 4, 4, Case(128, 128, ("bfloat16",), FULL)),
+    (100, 4, 4, Case(64, 64, ("bfloat16",), FULL)),
+    (256, 4, 4, Case(128, 128, ("bfloat16",), FULL)),
+]
+# test_pooled_attention_on_gpu.test_every_head_width_on_gpu.
+POOLED_WIDTHS = [
+    Case(width, value_width, ("bfloat16", "float32") if width == 24 else ("bfloat16",), FULL)
+    for width, value_width in (
+        *((width, width) for width in (16, 24, 32, 48, 80, 96, 192, 256)),
+        *((64, 128), (128, 48), (256, 16)),
+    )
 ]
 # test_compiles.
 COMPILED = [
@@ -168,6 +239,102 @@ FEATURES: dict[str, tuple[str, ...]] = {
         "test_equals_an_fp64_oracle_on_gpu",
     ),
 }
+GENERALIZED_FEATURES: dict[str, tuple[str, ...]] = {
+    "every activation, and one a head": ("test_interpreted_kernel", "test_kernel_on_gpu"),
+    "value and slope on a dense grid": (
+        "test_device_equals_the_reference_everywhere",
+        "test_fast_forms_are_within_the_tanh_of_the_unit",
+    ),
+    "queries and keys of different lengths, grouped heads": (
+        "test_cases_equal_the_masked_oracle",
+        "test_interpreted_kernel",
+        "test_kernel_on_gpu",
+    ),
+    "values of another width": (
+        "test_values_may_have_another_width",
+        "test_every_head_width_on_gpu",
+    ),
+    "negative and zero scale": ("test_any_scale",),
+    "empty sequences, empty batch": ("test_ragged_edges", "test_kernel_on_gpu"),
+    "rows behind the last offset": (
+        "test_tokens_behind_the_last_sequence_get_nothing",
+        "test_poison_and_tails_on_gpu",
+    ),
+    "scores near -100, -50, -12, 12 and 100": ("test_scores_far_from_zero_on_gpu",),
+    "slices of a fused QKV, other strides, int64 offsets": (
+        "test_strided_operands",
+        "test_slices_of_a_fused_tensor_and_int64_offsets_on_gpu",
+    ),
+    "more than 2^31 elements": ("test_more_than_two_to_the_31_elements",),
+    "the same bits in ten runs, when asked": (
+        "test_same_bits_in_ten_runs",
+        "test_same_bits_in_ten_runs_on_gpu",
+    ),
+    "torch.compile(fullgraph=True), changing lengths": (
+        "test_compiles_whole",
+        "test_compiles_whole_over_changing_lengths",
+        "test_compiles_whole_on_gpu",
+    ),
+    "CUDA graph replayed with other lengths": ("test_a_captured_graph_is_right_for_other_lengths",),
+    "nothing waits for the device": ("test_nothing_waits_for_the_device",),
+    "memory within 1.1 of operands and results": ("test_memory_is_that_of_inputs_and_results",),
+    "flash_compat against an fp64 oracle": (
+        "test_equals_an_fp64_oracle",
+        "test_equals_an_fp64_oracle_on_gpu",
+    ),
+}
+_FILES = ("test_jagged_flash_attention", "test_flash_compat", "test_sm90")
+_GENERALIZED_FILES = (
+    "test_generalized_attention",
+    "test_generalized_compat",
+    "test_activations",
+)
+_POOLED_FILES = ("test_pooled_attention", "test_pooled_attention_on_gpu")
+POOLED_FEATURES: dict[str, tuple[str, ...]] = {
+    "softmax, every kind of activation, one a head": (
+        "test_interpreted_kernel",
+        "test_cases_equal_the_oracle",
+        "test_kernel_on_gpu",
+    ),
+    "1 to 256 seeds, grouped heads": (
+        "test_interpreted_kernel",
+        "test_more_seeds_than_a_program_holds",
+        "test_many_seeds_are_cut_and_still_right",
+        "test_kernel_on_gpu",
+    ),
+    "values of another width": ("test_interpreted_kernel", "test_every_head_width_on_gpu"),
+    "one giant among dwarfs, cut into chunks": (
+        "test_ragged_edges",
+        "test_kernel_equals_the_reference_on_random_lengths",
+        "test_giant_among_dwarfs_on_gpu",
+    ),
+    "no seeds, no sequences, no keys": ("test_nothing_to_pool", "test_kernel_on_gpu"),
+    "rows behind the last offset": (
+        "test_tokens_behind_the_last_sequence_are_not_read",
+        "test_poison_and_tails_on_gpu",
+    ),
+    "a sequence of NaN leaves the others alone": (
+        "test_a_poisoned_sequence_leaves_the_others_alone",
+        "test_poison_and_tails_on_gpu",
+    ),
+    "scores near -12, -50 and -100": (
+        "test_low_scores_with_lengths_that_no_tile_divides",
+        "test_low_scores_on_gpu",
+    ),
+    "slices of a fused tensor, other strides": ("test_strided_operands",),
+    "negative and zero scale": ("test_any_scale",),
+    "int32 and int64 offsets": ("test_int32_offsets_are_accepted",),
+    "more than 2^31 elements": ("test_more_than_two_to_the_31_elements",),
+    "the same bits in ten runs": (
+        "test_same_bits_in_ten_runs",
+        "test_same_bits_in_ten_runs_on_gpu",
+    ),
+    "torch.compile(fullgraph=True), changing lengths": ("test_compiles_whole",),
+    "CUDA graph replayed with other lengths": ("test_a_captured_graph_is_right_for_other_lengths",),
+    "nothing waits for the device": ("test_nothing_waits_for_the_device",),
+    "memory within 1.1 of operands and results": ("test_memory_is_that_of_inputs_and_results",),
+    "flash_compat.pooled_attention_varlen_func": ("test_varlen_call_is_the_operator",),
+}
 _SHORT = {"float32": "fp32", "float64": "fp64", "bfloat16": "bf16", "float16": "fp16"}
 _PLACES = ("reference", "interpreter", "gpu")
 
@@ -181,7 +348,9 @@ def pattern(window: Window) -> str:
     return "one-sided window" if None in window else "window"
 
 
-def rows_of(place: str, kernels: str, cases: Iterable[Case], state: str) -> list[str]:
+def rows_of(
+    place: str, kernels: str, cases: Iterable[Case | ActivationCase], state: str
+) -> list[str]:
     """Return a table row for each dtype and set of patterns, with the widths that have them."""
     seen: dict[tuple[str, int, int], list[str]] = {}
     for case in cases:
@@ -243,9 +412,10 @@ def places_of(test: object) -> set[str]:
     return {"reference"} | ({"interpreter"} if "interpreter" in inner or fixture else set())
 
 
-def feature_rows() -> list[str]:
+def feature_rows(
+    features: dict[str, tuple[str, ...]] = FEATURES, files: tuple[str, ...] = _FILES
+) -> list[str]:
     """Return a table row for each feature."""
-    files = ("test_jagged_flash_attention", "test_flash_compat", "test_sm90")
     tests = {
         name: test
         for module in map(loaded, files)
@@ -253,11 +423,19 @@ def feature_rows() -> list[str]:
         if name.startswith("test_")
     }
     rows = []
-    for feature, names in FEATURES.items():
+    for feature, names in features.items():
         places = set().union(*(places_of(tests[name]) for name in names))
         marks = " | ".join("yes" if place in places else "" for place in _PLACES)
         rows.append(f"| {feature} | {marks} |".replace("|  |", "| |").replace("|  |", "| |"))
     return rows
+
+
+def halves(cases: Iterable[ActivationCase]) -> list[ActivationCase]:
+    """Return the cases with the dtypes that the Hopper kernels take."""
+    return [
+        replace(case, dtypes=tuple(name for name in case.dtypes if name != "float32"))
+        for case in cases
+    ]
 
 
 def matrix() -> str:
@@ -283,6 +461,39 @@ def matrix() -> str:
             "| feature | reference, CPU | plain kernels, interpreter | H200 |",
             "| --- | --- | --- | --- |",
             *feature_rows(),
+            "",
+            "`generalized_attention`:",
+            "",
+            "| on | kernels | dtype | head widths (K/V) | patterns | state |",
+            "| --- | --- | --- | --- | --- | --- |",
+            *rows_of("H200, sm_90", "Hopper", halves(ACTIVATION_CASES), "run"),
+            *rows_of("H200, sm_90", "plain", [*ACTIVATION_CASES, *ACTIVATION_WIDTHS], "run"),
+            *rows_of(
+                "CPU, interpreter",
+                "plain",
+                [Case(24, 24, ("float32",), window) for _, window in ACTIVATIONS_INTERPRETED],
+                "run",
+            ),
+            "",
+            "| feature | reference, CPU | plain kernels, interpreter | H200 |",
+            "| --- | --- | --- | --- |",
+            *feature_rows(GENERALIZED_FEATURES, _GENERALIZED_FILES),
+            "",
+            "`pooled_attention`; more seeds than 64 rows hold go to the kernels above, backward:",
+            "",
+            "| on | kernels | dtype | head widths (K/V) | patterns | state |",
+            "| --- | --- | --- | --- | --- | --- |",
+            *rows_of(
+                "H200, sm_90",
+                "plain",
+                [*(case for *_, case in POOLED_CASES), *POOLED_WIDTHS],
+                "run",
+            ),
+            *rows_of("CPU, interpreter", "plain", [Case(24, 20, ("float32",), FULL)], "run"),
+            "",
+            "| feature | reference, CPU | plain kernels, interpreter | H200 |",
+            "| --- | --- | --- | --- |",
+            *feature_rows(POOLED_FEATURES, _POOLED_FILES),
             "",
             END,
         )

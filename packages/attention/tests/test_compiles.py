@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from gem_attention.activations import ACTIVATION_NAMES
 from gem_attention.tiling.sizes import default_config, short_rows
 from gem_opkit.compile_checks import KernelVariant, compile_kernels
 from gem_opkit.tuning import LaunchConfig
@@ -13,7 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from support_matrix import COMPILED
 
-ATTENTION = "gem_attention.kernels.jagged_flash_attention.kernel"
+ATTENTION = "gem_attention.portable.launching.kernel"
+SOFTMAX = "gem_attention.kernels.jagged_flash_attention.kernel"
 COUNTS = ("q_tokens", "k_tokens", "batch", "left", "right")
 FORWARD_POINTERS = ("q_ptr", "k_ptr", "v_ptr", "out_ptr")
 BACKWARD_POINTERS = ("q_ptr", "k_ptr", "v_ptr", "grad_out_ptr")
@@ -37,7 +39,7 @@ def arguments(dtype, pointers, floats, scalars, strides, *, counts=COUNTS):
     )
 
 
-def constants(width, dtype, windowed, config, *, rows, columns):
+def constants(width, dtype, windowed, config, *, rows, columns, activations="softmax"):
     block = max(16, 1 << (width - 1).bit_length())
     return {
         "GROUP": 2 if windowed else 1,
@@ -46,6 +48,8 @@ def constants(width, dtype, windowed, config, *, rows, columns):
         "BLOCK_K": block,
         "BLOCK_V": block,
         "NATURAL": dtype == "fp32",
+        "ACTIVATIONS": activations,
+        "FAST": activations != "softmax" and dtype != "fp32",
         "HAS_LEFT": windowed,
         "HAS_RIGHT": windowed,
         rows: config.block_rows,
@@ -61,18 +65,24 @@ def config_of(kernel, width, dtype, *, mean=0):
     )
 
 
-def forward(width, dtype, *, windowed=False):
+def forward(width, dtype, *, windowed=False, activations="softmax"):
     config = config_of("forward", width, dtype)
+    kept = constants(
+        *(width, dtype, windowed, config),
+        rows="BLOCK_T",
+        columns="BLOCK_S",
+        activations=activations,
+    )
     return KernelVariant(
         "jagged_flash_attention_forward_kernel",
         arguments(dtype, FORWARD_POINTERS, ["lse_ptr"], ["factor"], STRIDES),
-        {"HEADS": 4} | constants(width, dtype, windowed, config, rows="BLOCK_T", columns="BLOCK_S"),
+        {"HEADS": 4} | kept,
         config.warps,
         config.stages,
     )
 
 
-def backward(kernel, width, dtype, *, windowed=False):
+def backward(kernel, width, dtype, *, windowed=False, activations="softmax"):
     config = config_of(kernel, width, dtype)
     queries = kernel == "backward_queries"
     written = ["grad_q_ptr"] if queries else ["grad_k_ptr", "grad_v_ptr"]
@@ -87,7 +97,12 @@ def backward(kernel, width, dtype, *, windowed=False):
             (*STRIDES, "g_t", "g_h"),
         ),
         {"HEADS" if queries else "KV_HEADS": 4, "SHORT_T": 0}
-        | constants(width, dtype, windowed, config, rows=sides[0], columns=sides[1]),
+        | constants(
+            *(width, dtype, windowed, config),
+            rows=sides[0],
+            columns=sides[1],
+            activations=activations,
+        ),
         config.warps,
         config.stages,
     )
@@ -106,7 +121,8 @@ def short(width, dtype, rows):
             (*STRIDES, "g_t", "g_h"),
             counts=COUNTS[:3],
         ),
-        {"HEADS": 4} | {k: v for k, v in kept.items() if k not in ("GROUP", *WINDOWED)},
+        {"HEADS": 4, "RAGGED": False}
+        | {k: v for k, v in kept.items() if k not in ("GROUP", *WINDOWED)},
         config.warps,
         config.stages,
     )
@@ -137,10 +153,9 @@ def test_attention_compiles():
             else backward(case.kernel, case.width, case.dtype, windowed=case.windowed)
             for case in COMPILED
         ),
-        DELTA,
         short(64, "bf16", 64),
     ]
-    for report in compile_kernels(ATTENTION, variants):
+    for report in compile_kernels(ATTENTION, variants) + compile_kernels(SOFTMAX, [DELTA]):
         product = "wgmma.mma_async" if report.capability == 90 else "tcgen05.mma"
         if report.variant is not DELTA:
             assert product in report.ptx
@@ -161,6 +176,91 @@ def test_single_precision_compiles():
         assert "mma.sync" not in report.ptx
 
 
+def test_activations_compile():
+    # One kernel with an activation a head holds them all.
+    variants = [
+        backward("backward_keys", 64, "bf16", activations=",".join(ACTIVATION_NAMES)),
+        backward("backward_queries", 64, "bf16", activations="gelu"),
+        forward(96, "fp16", windowed=True, activations="silu"),
+    ]
+    for report in compile_kernels(ATTENTION, variants):
+        product = "wgmma.mma_async" if report.capability == 90 else "tcgen05.mma"
+        assert product in report.ptx
+        assert "tanh.approx" in report.ptx
+        if report.capability == 90 and report.variant is variants[1]:
+            assert report.stack_bytes == 0
+
+
+POOLED = "gem_attention.kernels.pooled_attention.kernel"
+POOLED_COUNTS = ("k_tokens", "batch", "seeds", "split")
+POOLED_STRIDES = ("q_p", "q_h", "k_s", "k_h", "v_s", "v_h")
+
+
+def pooled(kernel, width, dtype, rows, columns, *, stages=3, activations="softmax", ragged=False):
+    """A kernel of pooled attention, its keys by TMA or by pointers."""
+    tile = f"tensordesc<{dtype}[1,1,{columns},{width}]>" if ragged else f"*{dtype}"
+    back = kernel == "backward"
+    keys = ("k_ptr", "v_ptr", *(("grad_k_ptr", "grad_v_ptr") if back else ()))
+    floats = ("lse_ptr", "part_ptr", *(() if back else ("part_top_ptr", "part_sum_ptr")))
+    given = (
+        dict.fromkeys(("seeds_ptr", "out_ptr", *(("grad_out_ptr",) if back else ())), f"*{dtype}")
+        | dict.fromkeys(keys, tile)
+        | dict.fromkeys(floats, "*fp32")
+        | {name: kind for name, kind in LIST.items() if name != "q_offsets_ptr"}
+        | dict.fromkeys(POOLED_COUNTS, "i32")
+        | dict.fromkeys(("scale", "factor") if back else ("factor",), "fp32")
+        | {f"stride_{name}": "i32" for name in POOLED_STRIDES}
+    )
+    config = LaunchConfig(rows, columns, 4, stages)
+    kept = constants(
+        *(width, dtype, False, config), rows="BLOCK_T", columns="BLOCK_S", activations=activations
+    )
+    kept = {name: value for name, value in kept.items() if name not in WINDOWED}
+    return KernelVariant(
+        f"pooled_attention_{kernel}_kernel",
+        given,
+        kept | {"KV_HEADS": 4, "GROUP": 1 if ragged else 2, "RAGGED": ragged},
+        4,
+        stages,
+    )
+
+
+def test_pooled_attention_compiles():
+    merge = pooled("forward", 96, "fp16", 16, 64)
+    without = ("seeds_ptr", "k_ptr", "v_ptr", "entries_ptr", "count_ptr", "factor")
+    variants = [
+        pooled("forward", 128, "bf16", 32, 64, ragged=True),
+        pooled("backward", 128, "bf16", 32, 32, ragged=True),
+        pooled("forward", 96, "fp16", 64, 64, activations="silu"),
+        pooled("backward", 48, "bf16", 64, 64, stages=2, activations="gelu"),
+        KernelVariant(
+            "pooled_attention_merge_kernel",
+            {
+                name: kind
+                for name, kind in merge.arguments.items()
+                if name not in without and not name.startswith("stride")
+            },
+            {
+                name: value
+                for name, value in merge.constants.items()
+                if name not in ("WIDTH", "BLOCK_K", "FAST", "BLOCK_S", "RAGGED", "STAGES")
+            },
+        ),
+        KernelVariant(
+            "pooled_attention_sum_kernel",
+            {"part_ptr": "*fp32", "grad_seeds_ptr": "*bf16", "scale": "fp32"}
+            | dict.fromkeys(("lanes", "rows"), "i32"),
+            {"KV_HEADS": 4, "GROUP": 2, "WIDTH": 96, "BLOCK_L": 32, "BLOCK_E": 128},
+        ),
+    ]
+    for report in compile_kernels(POOLED, variants):
+        if report.variant.constants.get("RAGGED"):
+            assert "cp.async.bulk.tensor" in report.ptx
+            assert report.stack_bytes == 0, report.variant
+        if "STAGES" in report.variant.constants:
+            assert any(word in report.ptx for word in ("mma.sync", "wgmma", "tcgen05.mma"))
+
+
 @pytest.mark.parametrize("sequences", [20, 20_000])
 def test_tile_lists_compile(sequences):
     by_sorting = sequences > 16_384
@@ -172,10 +272,13 @@ def test_tile_lists_compile(sequences):
             "starts_ptr": "*i64" if by_sorting else "*i32",
             "entries_ptr": "*i32",
             "count_ptr": "*i32",
+            "others_ptr": "*i32",
             **dict.fromkeys(("tokens", "other_tokens", "batch", "span", "capacity"), "i32"),
         },
         {
             "BLOCK_TOKENS": 64,
+            "OTHER_BLOCK": 0 if by_sorting else 64,
+            "OTHERS_FROM": 2,
             "DESCENDING": by_sorting,
             "HAS_STARTS": by_sorting,
             "BLOCK_B": 16,

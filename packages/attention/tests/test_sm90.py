@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from gem_attention.activations import ACTIVATION_NAMES, activate
 from gem_attention.patterns import window_mask
 from gem_opkit.budget import check_budget
 from gem_opkit.checks import run_fresh
@@ -25,8 +26,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
-from gem_attention.hopper.backward.kernel_sm90 import backward_kernel
-from gem_attention.hopper.forward.kernel_sm90 import forward_kernel
+from gem_attention.hopper.backward.fused.kernel_sm90 import backward_kernel
+from gem_attention.hopper.forward.streaming.kernel_sm90 import forward_kernel
 
 PTXAS = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
 
@@ -37,11 +38,19 @@ def described(dtype, block, swizzle=128):
     )
     return f"tensordesc<{{dtype}}{{list(block)}},{{layout!r}}>".replace(", ", ",", len(block) - 1)
 
-def compiled(kind, dtype, width, keys, stages, left, right, group):
+# Offsets in shared memory that TMA reads or writes and that are no multiples of 128.
+def unaligned(ptx):
+    places = {{register for line in ptx.splitlines() if "cp." in line and ".bulk.tensor" in line
+              for register in re.findall(r"\\[(%r\\d+)\\]", line)[:1]}}
+    added = re.findall(r"add\\.s32 \\t(%r\\d+), %r\\d+, (\\d+);", ptx)
+    return sorted(int(offset) for register, offset in added
+                  if register in places and int(offset) % 128)
+
+def compiled(kind, dtype, width, keys, stages, left, right, group, activations="softmax"):
     rows = 64
     constants = dict(
         GROUP=group, ROWS=rows, KEYS=keys, WIDTH=width, STAGES=stages, LEFT=left, RIGHT=right,
-        DTYPE=gl.bfloat16 if dtype == "bf16" else gl.float16,
+        DTYPE=gl.bfloat16 if dtype == "bf16" else gl.float16, ACTIVATIONS=activations,
     )
     tile = described(dtype, (1, 1, rows, width))
     block = described(dtype, (1, 1, keys, width))
@@ -49,23 +58,28 @@ def compiled(kind, dtype, width, keys, stages, left, right, group):
     line = described("fp32", (1, rows), 0)
     types = dict(
         q_desc=tile, o_desc=tile, g_desc=tile, k_desc=block, v_desc=block, lse_desc=line,
-        delta_desc=line, dq_desc=described("fp32", (rows * width // 64, 32)), dk_desc=half,
-        dv_desc=half, lse="*fp32", tiles="*i32", count="*i32", q_offsets="*i32",
-        k_offsets="*i32", batch="i32", q_tokens="i32", k_tokens="i32", left="i32", right="i32",
-        scale="fp32",
+        delta_desc=line, dq_desc=described("fp32", (128, 32)), dk_desc=half,
+        dq_piece_desc=described("fp32", (64, 32)), dv_desc=half,
+        dq_rows_desc=described(dtype, (1, 1, rows, 64)), ring_ptr="*fp32",
+        grad_q="*" + dtype, state="*i32", others="*i32", slots="i32", wanted="i32", lse="*fp32",
+        tiles="*i32", count="*i32", q_offsets="*i32", k_offsets="*i32", batch="i32",
+        q_tokens="i32", k_tokens="i32", left="i32", right="i32", scale="fp32",
     )
     if kind == "forward":
-        kernel, constants = forward_kernel, constants | dict(HEADS=4)
+        kernel, constants = forward_kernel, constants | dict(HEADS=4, ACTIVATIONS=activations)
     else:
         kernel, constants = backward_kernel, constants | dict(KV_HEADS=4)
+    # An adding warpgroup besides: what each thread begins with is less.
+    registers = 128 if kind == "backward" and width == 64 else 168
     names = kernel.arg_names
+    constants = {{n: value for n, value in constants.items() if n in names}}
     signature = {{n: "constexpr" if n in constants else types[n] for n in names}}
     aligned = {{(i,): [["tt.divisibility", 16]] for i, n in enumerate(names)
                if signature[n].startswith("*")}}
     values = {{(i,): constants[n] for i, n in enumerate(names) if n in constants}}
     ptx = triton.compile(
         GluonASTSource(kernel, signature, values, aligned),
-        target=GPUTarget("cuda", 90, 32), options={{"num_warps": 4, "maxnreg": 168}},
+        target=GPUTarget("cuda", 90, 32), options={{"num_warps": 4, "maxnreg": registers}},
     ).asm["ptx"]
     with tempfile.TemporaryDirectory() as folder:
         source = pathlib.Path(folder) / "kernel.ptx"
@@ -78,19 +92,22 @@ def compiled(kind, dtype, width, keys, stages, left, right, group):
     return dict(
         serialised=sorted(set(re.findall(r"C75\\d\\d", said))), stack=int(stack),
         wgmma="wgmma.mma_async" in ptx, tma="cp.async.bulk.tensor" in ptx,
-        adds="cp.reduce.async.bulk.tensor" in ptx,
+        adds="cp.reduce.async.bulk.tensor" in ptx, unaligned=unaligned(ptx),
     )
 
 print(json.dumps([compiled(*variant) for variant in json.loads({request!r})]))
 """
-# kind, dtype, width, keys, stages, left, right, group
+# kind, dtype, width, keys, stages, left, right, group, activations where not softmax
 VARIANTS: list[list[Any]] = [
     ["forward", "bf16", 128, 128, 2, False, False, 1],
     ["forward", "bf16", 128, 64, 4, True, True, 2],
     ["forward", "fp16", 64, 128, 4, False, True, 1],
+    ["forward", "bf16", 128, 128, 2, False, False, 1, "silu"],
+    ["forward", "bf16", 128, 64, 4, True, False, 2, "gelu,gelu,relu,relu"],
     ["backward", "bf16", 128, 128, 2, False, False, 1],
     ["backward", "bf16", 128, 128, 2, True, True, 2],
-    ["backward", "fp16", 64, 128, 2, False, False, 1],
+    ["backward", "fp16", 64, 128, 3, False, False, 1],
+    ["backward", "bf16", 128, 128, 2, False, False, 1, "silu"],
 ]
 
 
@@ -99,6 +116,7 @@ def test_every_variant_compiles_for_hopper_without_waiting_products():
     for variant, report in zip(VARIANTS, reports, strict=True):
         assert report["serialised"] == [], variant
         assert report["wgmma"], variant
+        assert report["unaligned"] == [], variant
         assert report["tma"], variant
         assert report["adds"] == (variant[0] == "backward"), variant
         # Accumulators in memory would need 256 bytes and more; the backward parks a few addresses.
@@ -121,6 +139,9 @@ LENGTHS: dict[str, tuple[list[int], list[int]]] = {
     "more_keys": ([100, 257, 64, 9], [333, 300, 500, 64]),
     "fewer_keys": ([333, 300, 500, 64], [100, 257, 64, 9]),
 }
+
+
+SIDES = (("more_keys", 0), ("more_keys", 1))
 
 
 def packed(
@@ -219,6 +240,66 @@ def test_reads_slices_of_a_fused_tensor_in_place():
     q, _, _, *rest = packed(lengths, group=1, tail=0)
     fused = torch.randn(q.shape[0], 3, *q.shape[1:], device="cuda", dtype=q.dtype)
     check_right((*fused.unbind(1), *rest), lengths, (None, 0))
+
+
+# With the rows behind the last sequence 256 keys in the mean, which take the large tiles.
+EQUALLY_MANY_KEYS = ([300, 64, 129], [255, 255, 255])
+
+
+def activated(operands, lengths, window, scale, dtype, names):
+    """Compute out of generalized attention, a sequence at a time; ``names`` is one a head."""
+    q, k, v = (x.to(dtype) for x in operands[:3])
+    group = q.shape[1] // k.shape[1]
+    out = torch.zeros_like(q)
+    q_begin = k_begin = 0
+    for q_length, k_length in zip(*lengths, strict=True):
+        rows, keys = slice(q_begin, q_begin + q_length), slice(k_begin, k_begin + k_length)
+        q_begin, k_begin = rows.stop, keys.stop
+        k_i, v_i = (x[keys].transpose(0, 1).repeat_interleave(group, 0) for x in (k, v))
+        score = q[rows].transpose(0, 1) @ k_i.transpose(1, 2) * scale
+        weight = torch.stack([activate(n, s) for n, s in zip(names, score, strict=True)])
+        weight = weight * window_mask(q_length, k_length, *window).cuda()
+        out[rows] = (weight @ v_i).transpose(0, 1)
+    return out
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("names", [*ACTIVATION_NAMES, "relu,silu,gelu,silu"])
+def test_activations_are_right(names):
+    from gem_attention.hopper.forward.kernel_sm90 import launch_forward
+
+    each = names.split(",") * (4 if "," not in names else 1)
+    for lengths in (*LENGTHS.values(), EQUALLY_MANY_KEYS):
+        operands = packed(lengths)
+        q, k, v, _, _, q_offsets, k_offsets = operands
+        scale = -0.07 if lengths is EQUALLY_MANY_KEYS else 0.07
+        for window in (FULL, (100, 20)):
+            options = {"window": window, "scale": scale}
+            out, lse = launch_forward(q, k, v, q_offsets, k_offsets, **options, activations=names)
+            again, _ = launch_forward(q, k, v, q_offsets, k_offsets, **options, activations=names)
+            low, exact = (
+                activated(operands, lengths, window, scale, dtype, each)
+                for dtype in (torch.bfloat16, torch.float64)
+            )
+            tokens = sum(lengths[0])
+            what = f"{names} with {window}"
+            check_budget(out[:tokens], low[:tokens], exact[:tokens], what=what)
+            assert torch.equal(out, again), what
+            assert not out[tokens:].any(), what
+            assert lse.numel() == 0, what
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [64, 128])
+def test_slots_of_the_ring_are_used_again(width, monkeypatch):
+    from gem_attention.hopper.backward import kernel_sm90
+
+    # Then the ring holds no more than the longest sequence, and every other one waits for slots.
+    monkeypatch.setattr(kernel_sm90, "wanted_blocks", lambda *_, **__: 1)
+    lengths = tuple([*LENGTHS["self"][0], *LENGTHS[name][side]] * 3 for name, side in SIDES)
+    operands = packed(lengths, width=width)
+    for window in (FULL, (100, 20)):
+        check_right(operands, lengths, window)
 
 
 @pytest.mark.gpu

@@ -3,6 +3,9 @@
 Run ``python packages/jagged/benchmarks/bench_jagged_broadcast_add.py`` in the repository's root.
 """
 
+from collections.abc import Iterator
+from functools import partial
+
 import torch
 from packed import Work, main, rows_of, tokens, wanted
 from torch import Tensor
@@ -27,8 +30,19 @@ def repeated(values: Tensor, layout: Layout, dense: Tensor) -> Tensor:
     return values + dense.repeat_interleave(lengths, 0, output_size=layout.total_tokens)
 
 
-def make_cases(device: str) -> list[BenchCase]:
-    rows = []
+def sequence_of(layout: Layout) -> Tensor:
+    numbers = torch.arange(layout.batch, device=layout.offsets_O.device)
+    return numbers.repeat_interleave(layout.offsets_O.diff())
+
+
+def gathered(rows_T: Tensor, values: Tensor, _: Layout, dense: Tensor) -> Tensor:
+    return values + dense[rows_T]
+
+
+COMPILED = torch.compile(gathered, dynamic=True)
+
+
+def make_cases(device: str) -> Iterator[list[BenchCase]]:
     for case in CASES:
         if not wanted(case, device):
             continue
@@ -48,10 +62,13 @@ def make_cases(device: str) -> list[BenchCase]:
             jagged_broadcast_add_backward_cost(**size),
             loop,
             {"repeat_interleave": repeated},
+            {
+                "repeat_interleave": repeated,
+                "compiled_given_rows": partial(COMPILED, sequence_of(layout)),
+            },
             moves=False,
         )
-        rows += rows_of(work)
-    return rows
+        yield rows_of(work)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,12 @@
 Run ``python packages/jagged/benchmarks/bench_jagged_concat.py`` in the repository's root.
 """
 
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
-from packed import Work, main, rows_of, tokens, wanted
+from packed import Work, main, movables, rows_of, wanted
 from torch import Tensor
 
 from gem_jagged.batch import Layout
@@ -26,13 +28,16 @@ def loop(left: Tensor, left_layout: Layout, right: Tensor, *layouts: Layout) -> 
     return torch.cat([part for pair in zip(*sides, strict=True) for part in pair])
 
 
-def make_cases(device: str) -> list[BenchCase]:
-    rows = []
+def gathered(rows_T: Tensor, left: Tensor, _: Layout, right: Tensor, *__: Layout) -> Tensor:
+    return torch.cat([left, right]).index_select(0, rows_T)
+
+
+def make_cases(device: str) -> Iterator[list[BenchCase]]:
     for left_case, right_case in CASES:
         if not wanted(left_case, device):
             continue
-        left, left_layout = tokens(left_case.lengths, left_case.width, device)
-        right, right_layout = tokens(right_case.lengths, right_case.width, device)
+        left, left_layout = movables(left_case.lengths, left_case.width, device)
+        right, right_layout = movables(right_case.lengths, right_case.width, device)
         size = {
             "left_tokens": left_layout.total_tokens,
             "right_tokens": right_layout.total_tokens,
@@ -41,6 +46,9 @@ def make_cases(device: str) -> list[BenchCase]:
         }
         cost = jagged_concat_cost(**size)
         layouts = (right_layout, concat_layouts(left_layout, right_layout))
+        numbers = torch.arange(left.shape[0] + right.shape[0], device=device)
+        parts = numbers[: left.shape[0]], numbers[left.shape[0] :]
+        rows_T = ours(parts[0], left_layout, parts[1], *layouts, impl="reference")
         work = Work(
             left_case,
             ours,
@@ -48,11 +56,11 @@ def make_cases(device: str) -> list[BenchCase]:
             cost,
             cost,
             loop,
+            gpu_peers={"cat_and_gather_given_rows": partial(gathered, rows_T)},
             sizes={"right_tokens": right_layout.total_tokens},
             suffix=f"_and_{right_layout.total_tokens}",
         )
-        rows += rows_of(work)
-    return rows
+        yield rows_of(work)
 
 
 if __name__ == "__main__":

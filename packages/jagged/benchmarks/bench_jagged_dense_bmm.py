@@ -3,6 +3,8 @@
 Run ``python packages/jagged/benchmarks/bench_jagged_dense_bmm.py`` in the repository's root.
 """
 
+from collections.abc import Iterator
+
 import torch
 from packed import Work, dtype_for, main, rows_of, tokens, wanted
 from torch import Tensor
@@ -26,8 +28,7 @@ def padded(values: Tensor, layout: Layout, dense: Tensor) -> Tensor:
     return padded_to_jagged(torch.bmm(jagged_to_padded(values, layout), dense), layout)
 
 
-def make_cases(device: str) -> list[BenchCase]:
-    rows = []
+def make_cases(device: str) -> Iterator[list[BenchCase]]:
     for case, out_width in CASES:
         if not wanted(case, device):
             continue
@@ -52,8 +53,7 @@ def make_cases(device: str) -> list[BenchCase]:
             moves=False,
             sizes={"out_width": out_width},
         )
-        rows += rows_of(work)
-    return rows
+        yield rows_of(work)
 
 
 if __name__ == "__main__":

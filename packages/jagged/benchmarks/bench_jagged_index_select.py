@@ -3,10 +3,12 @@
 Run ``python packages/jagged/benchmarks/bench_jagged_index_select.py`` in the repository's root.
 """
 
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
-from packed import Work, main, rows_of, tokens, wanted
+from packed import Work, gathered, main, movables, rows_from, rows_of, wanted
 from torch import Tensor
 
 from gem_jagged.batch import Layout
@@ -17,6 +19,8 @@ from gem_jagged.kernels.jagged_index_select.cost import (
 )
 from gem_jagged.ops import jagged_index_select, select_layout
 from gem_opkit.bench import BenchCase
+
+COMPILED = torch.compile(gathered, dynamic=True)
 
 
 def loop(
@@ -37,12 +41,11 @@ def ours(
     return jagged_index_select(values, layout, indices, selected=selected, **more)[0]
 
 
-def make_cases(device: str) -> list[BenchCase]:
-    rows = []
+def make_cases(device: str) -> Iterator[list[BenchCase]]:
     for case, names in CASES:
         if not wanted(case, device):
             continue
-        values, layout = tokens(case.lengths, case.width, device)
+        values, layout = movables(case.lengths, case.width, device)
         indices = torch.tensor(names)
         selected = select_layout(layout, indices)
         size = {
@@ -50,18 +53,23 @@ def make_cases(device: str) -> list[BenchCase]:
             "width": case.width,
             "element_bytes": values.element_size(),
         }
+        given = (indices.to(device), selected, list(names))
+        rows_S = rows_from(ours, layout.total_tokens, layout, *given)
         work = Work(
             case,
             ours,
-            (values, layout, indices.to(device), selected, list(names)),
+            (values, layout, *given),
             jagged_index_select_cost(**size),
             jagged_index_select_backward_cost(**size, total_tokens=layout.total_tokens),
             loop,
+            gpu_peers={
+                "gather_given_rows": partial(gathered, rows_S),
+                "compiled_given_rows": partial(COMPILED, rows_S),
+            },
             moves=False,
             sizes={"selected_tokens": selected.total_tokens},
         )
-        rows += rows_of(work)
-    return rows
+        yield rows_of(work)
 
 
 if __name__ == "__main__":

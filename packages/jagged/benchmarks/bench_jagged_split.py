@@ -3,8 +3,11 @@
 Run ``python packages/jagged/benchmarks/bench_jagged_split.py`` in the repository's root.
 """
 
+from collections.abc import Iterator
+from functools import partial
+
 import torch
-from packed import Work, main, rows_of, tokens, wanted
+from packed import Work, main, movables, rows_of, wanted
 from torch import Tensor
 
 from gem_jagged.batch import Layout
@@ -20,15 +23,18 @@ def loop(values: Tensor, left: Layout, right: Layout) -> tuple[Tensor, Tensor]:
     return torch.cat(parts[0::2]), torch.cat(parts[1::2])
 
 
-def make_cases(device: str) -> list[BenchCase]:
-    rows = []
+def gathered(sides: tuple[Tensor, Tensor], values: Tensor, *_: Layout) -> tuple[Tensor, Tensor]:
+    return values.index_select(0, sides[0]), values.index_select(0, sides[1])
+
+
+def make_cases(device: str) -> Iterator[list[BenchCase]]:
     for left_case, right_case in CASES:
         if not wanted(left_case, device):
             continue
         left_layout = Layout.from_lengths(left_case.lengths, device=device)
         right_layout = Layout.from_lengths(right_case.lengths, device=device)
         both = (left_layout.lengths + right_layout.lengths).tolist()
-        values, _ = tokens(both, left_case.width, device)
+        values, _ = movables(both, left_case.width, device)
         size = {
             "left_tokens": left_layout.total_tokens,
             "right_tokens": right_layout.total_tokens,
@@ -36,6 +42,8 @@ def make_cases(device: str) -> list[BenchCase]:
             "element_bytes": values.element_size(),
         }
         cost = jagged_split_cost(**size)
+        numbers = torch.arange(values.shape[0], device=device)
+        sides = jagged_split(numbers, left_layout, right_layout, impl="reference")
         work = Work(
             left_case,
             jagged_split,
@@ -43,11 +51,11 @@ def make_cases(device: str) -> list[BenchCase]:
             cost,
             cost,
             loop,
+            gpu_peers={"gather_given_rows": partial(gathered, sides)},
             sizes={"right_tokens": right_layout.total_tokens},
             suffix=f"_and_{right_layout.total_tokens}",
         )
-        rows += rows_of(work)
-    return rows
+        yield rows_of(work)
 
 
 if __name__ == "__main__":

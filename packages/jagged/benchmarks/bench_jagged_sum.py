@@ -3,6 +3,8 @@
 Run ``python packages/jagged/benchmarks/bench_jagged_sum.py`` in the repository's root.
 """
 
+from collections.abc import Iterator
+
 import torch
 from packed import Work, main, rows_of, tokens, wanted
 from torch import Tensor
@@ -25,8 +27,7 @@ def segments(values: Tensor, layout: Layout) -> Tensor:
     )
 
 
-def make_cases(device: str) -> list[BenchCase]:
-    rows = []
+def make_cases(device: str) -> Iterator[list[BenchCase]]:
     for case in CASES:
         if not wanted(case, device):
             continue
@@ -45,10 +46,10 @@ def make_cases(device: str) -> list[BenchCase]:
             jagged_sum_backward_cost(**size),
             loop,
             {"segments": segments},
+            {"segments": segments},
             moves=False,
         )
-        rows += rows_of(work)
-    return rows
+        yield rows_of(work)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,12 @@
 Run ``python packages/jagged/benchmarks/bench_jagged_take_last.py`` in the repository's root.
 """
 
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
-from packed import Work, main, rows_of, tokens, wanted
+from packed import Work, gathered, main, movables, rows_from, rows_of, wanted
 from torch import Tensor
 
 from gem_jagged.batch import Layout
@@ -28,18 +30,18 @@ def loop(values: Tensor, layout: Layout, count: int, kept: Layout) -> Tensor:
     return torch.cat([part[max(0, len(part) - count) :] for part in parts])
 
 
-def make_cases(device: str) -> list[BenchCase]:
-    rows = []
+def make_cases(device: str) -> Iterator[list[BenchCase]]:
     for case, count in CASES:
         if not wanted(case, device):
             continue
-        values, layout = tokens(case.lengths, case.width, device)
+        values, layout = movables(case.lengths, case.width, device)
         kept = last_layout(layout, count)
         size = {
             "kept_tokens": kept.total_tokens,
             "width": case.width,
             "element_bytes": values.element_size(),
         }
+        rows_S = rows_from(ours, layout.total_tokens, layout, count, kept)
         work = Work(
             case,
             ours,
@@ -47,10 +49,10 @@ def make_cases(device: str) -> list[BenchCase]:
             jagged_take_last_cost(**size),
             jagged_take_last_backward_cost(**size, total_tokens=layout.total_tokens),
             loop,
+            gpu_peers={"gather_given_rows": partial(gathered, rows_S)},
             sizes={"count": count, "kept_tokens": kept.total_tokens},
         )
-        rows += rows_of(work)
-    return rows
+        yield rows_of(work)
 
 
 if __name__ == "__main__":

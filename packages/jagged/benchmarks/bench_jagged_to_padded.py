@@ -3,9 +3,11 @@
 Run ``python packages/jagged/benchmarks/bench_jagged_to_padded.py`` in the repository's root.
 """
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
-from packed import Work, main, rows_of, tokens, wanted
+from packed import Work, main, movables, rows_of, wanted
 from torch import Tensor
 
 from gem_jagged.batch import Layout
@@ -30,12 +32,11 @@ def nested(values: Tensor, layout: Layout) -> Tensor:
     return torch.nested.to_padded_tensor(packed, 0.0)
 
 
-def make_cases(device: str) -> list[BenchCase]:
-    rows = []
+def make_cases(device: str) -> Iterator[list[BenchCase]]:
     for case in CASES:
         if not wanted(case, device):
             continue
-        values, layout = tokens(case.lengths, case.width, device)
+        values, layout = movables(case.lengths, case.width, device)
         size = {
             "batch": layout.batch,
             "total_tokens": layout.total_tokens,
@@ -51,9 +52,9 @@ def make_cases(device: str) -> list[BenchCase]:
             jagged_to_padded_backward_cost(**size),
             loop,
             {"nested_to_padded": nested},
+            {"nested_to_padded": nested},
         )
-        rows += rows_of(work)
-    return rows
+        yield rows_of(work)
 
 
 if __name__ == "__main__":

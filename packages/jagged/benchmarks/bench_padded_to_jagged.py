@@ -3,8 +3,12 @@
 Run ``python packages/jagged/benchmarks/bench_padded_to_jagged.py`` in the repository's root.
 """
 
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
 import torch
-from packed import Work, dtype_for, main, rows_of, wanted
+from packed import Work, dtype_for, main, rows_from, rows_of, wanted
 from torch import Tensor
 
 from gem_jagged.batch import Layout
@@ -26,14 +30,25 @@ def masked(padded: Tensor, layout: Layout) -> Tensor:
     return padded[steps < layout.offsets_O.diff()[:, None]]
 
 
-def make_cases(device: str) -> list[BenchCase]:
-    rows = []
+def padded_rows(numbers: Tensor, layout: Layout, **more: Any) -> Tensor:
+    return padded_to_jagged(numbers.view(layout.batch, -1), layout, **more)
+
+
+def gathered(rows_T: Tensor, padded: Tensor, _: Layout) -> Tensor:
+    return padded.flatten(0, 1).index_select(0, rows_T)
+
+
+def make_cases(device: str) -> Iterator[list[BenchCase]]:
     for case in CASES:
         if not wanted(case, device):
             continue
         layout = Layout.from_lengths(case.lengths, device=device)
         shape = (layout.batch, layout.max_length, case.width)
-        padded = torch.randn(shape, device=device, dtype=dtype_for(device)).requires_grad_()
+        if case.width == 1:  # ids
+            padded = torch.randint(2**62, shape, device=device)
+        else:
+            padded = torch.randn(shape, device=device, dtype=dtype_for(device)).requires_grad_()
+        rows_T = rows_from(padded_rows, layout.batch * layout.max_length, layout)
         size = {
             "total_tokens": layout.total_tokens,
             "width": case.width,
@@ -47,9 +62,9 @@ def make_cases(device: str) -> list[BenchCase]:
             padded_to_jagged_backward_cost(**size, batch=layout.batch, length=layout.max_length),
             loop,
             {"mask": masked},
+            {"gather_given_rows": partial(gathered, rows_T)},
         )
-        rows += rows_of(work)
-    return rows
+        yield rows_of(work)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import argparse
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,10 +18,14 @@ from gem_opkit.budget import check_budget, fresh, tensors_in
 from gem_opkit.cost import Cost
 
 Call = Callable[..., Any]
+_log = logging.getLogger("bench_jagged")
 
 
-def main(name: str, make_cases: Callable[[str], list[BenchCase]]) -> None:
-    """Parse the command line and run a benchmark."""
+def main(name: str, make_cases: Callable[[str], Iterable[list[BenchCase]]]) -> None:
+    """Parse the command line and run a benchmark, one batch after the other.
+
+    On a GPU what all of them keep for their graphs would not fit together.
+    """
     parser = argparse.ArgumentParser(description=f"Time {name} and its peers.")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("results"))
@@ -29,8 +33,11 @@ def main(name: str, make_cases: Callable[[str], list[BenchCase]]) -> None:
     parser.add_argument("--case", default="", help="only cases whose name has this in it")
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    cases = [case for case in make_cases(given.device) if given.case in case.name]
-    run_bench(name, cases, device=given.device, out=given.out, calls=given.calls)
+    for made in make_cases(given.device):
+        cases = [case for case in made if given.case in case.name]
+        made.clear()
+        if cases:
+            run_bench(name, cases, device=given.device, out=given.out, calls=given.calls)
 
 
 def dtype_for(device: str) -> torch.dtype:
@@ -45,6 +52,14 @@ def tokens(lengths: Sequence[int], width: int, device: str) -> tuple[Tensor, Lay
     return values.requires_grad_(), layout
 
 
+def movables(lengths: Sequence[int], width: int, device: str) -> tuple[Tensor, Layout]:
+    """Draw tokens for an operator that only moves them: of width 1 ids, which have no gradient."""
+    if width > 1:
+        return tokens(lengths, width, device)
+    layout = Layout.from_lengths(list(lengths), device=device)
+    return torch.randint(2**62, (layout.total_tokens, 1), device=device), layout
+
+
 @dataclass(frozen=True)
 class Work:
     """One operator on one case, forward and backward.
@@ -57,6 +72,8 @@ class Work:
         backward_cost: of the backward.
         loop: the same work in plain torch, one sequence after the other.
         peers: further ways to do it, by name.
+        gpu_peers: those that are timed on a GPU instead. A peer that is given row numbers is spared
+            what our kernels find out in every call.
         moves: whether every bit must be that of the peer; else the error budget decides.
         sizes: what a reader needs besides the lengths.
         suffix: put behind the name of the case.
@@ -69,6 +86,7 @@ class Work:
     backward_cost: Cost
     loop: Call
     peers: Mapping[str, Call] = field(default_factory=dict)
+    gpu_peers: Mapping[str, Call] = field(default_factory=dict)
     moves: bool = True
     sizes: Mapping[str, Any] = field(default_factory=dict)
     suffix: str = ""
@@ -82,21 +100,33 @@ def wanted(case: PackedCase, device: str) -> bool:
 def rows_of(work: Work) -> list[BenchCase]:
     """Make the rows of forward and backward.
 
-    A loop over more sequences than a few thousand would time Python, so those cases have torch's
-    index operations as their only peer. Both are replayed from a CUDA graph there, because a
-    narrow batch moves in less time than a call takes to be launched.
+    On a GPU all are replayed from CUDA graphs, because a narrow batch moves in less time than it
+    takes to launch a call, and torch's index operations take the place of the loop, which over
+    some thousand sequences would time Python.
     """
-    tensors = [x for x in work.inputs if isinstance(x, Tensor) and x.requires_grad]
-    is_graph = work.case.name.startswith("zipf")
+    values = next(x for x in work.inputs if isinstance(x, Tensor))
+    is_graph = values.is_cuda
     index: Call = partial(work.fn, impl="reference")
-    peers = {"torch_index": index} if is_graph else {"loop": work.loop, **work.peers}
+    peers = (
+        {"torch_index": index, **work.gpu_peers} if is_graph else {"loop": work.loop, **work.peers}
+    )
     oracle = index if is_graph else work.loop
     rows = []
     for which, cost in (("forward", work.cost), ("backward", work.backward_cost)):
+        if which == "backward" and not values.requires_grad:
+            continue
         timed = {}
+        make = _forward_of if which == "forward" else _backward_of
         for who, call in {"": work.fn, **peers}.items():
-            make = _forward_of if which == "forward" else _backward_of
-            timed[who] = _replayed(make, call, work.inputs) if is_graph else make(call, work.inputs)
+            if not is_graph:
+                timed[who] = make(call, work.inputs)
+                continue
+            try:
+                timed[who] = _replayed(make, call, work.inputs)
+            except RuntimeError as error:
+                if not who:
+                    raise
+                _log.warning("%s is left out, it cannot be captured: %s", who, error)
         run = timed.pop("")
         if work.moves:
             check = equals(run, lambda: oracle(*work.inputs))
@@ -118,11 +148,33 @@ def rows_of(work: Work) -> list[BenchCase]:
                     **work.sizes,
                     "timed": "graph replay" if is_graph else "call",
                 },
-                dtype=str(tensors[0].dtype).removeprefix("torch."),
+                dtype=str(values.dtype).removeprefix("torch."),
                 peers=timed,
             )
         )
     return rows
+
+
+def rows_from(fn: Call, rows: int, *args: Any, **options: Any) -> Tensor:
+    """Say from which row of its source each row of a move comes.
+
+    Args:
+        fn: the operator, called with a tensor of row numbers.
+        rows: of the source.
+        *args: what the operator takes behind the source.
+        **options: of the operator.
+
+    Returns:
+        int64, on the device of the layouts.
+    """
+    device = next(x.offsets_O.device for x in args if isinstance(x, Layout))
+    numbers = torch.arange(rows, device=device)
+    return fn(numbers, *args, impl="reference", **options).flatten()
+
+
+def gathered(rows_S: Tensor, values: Tensor, *_: Any) -> Tensor:
+    """Move rows as torch does for who has their numbers."""
+    return values.index_select(0, rows_S)
 
 
 def _forward_of(fn: Call, inputs: Sequence[Any]) -> Call:

@@ -125,3 +125,18 @@ def test_every_kernel_compiles_for_hopper_and_blackwell():
             if module == "gem_jagged.moves.kernel":
                 # Rows of 256 bytes move in words of 16.
                 assert "v2.b64" in done.ptx, done.variant
+
+
+@pytest.mark.interpreter
+def test_means_of_float64_compile():
+    # The interpreter does not see a branch that the compiler cannot type.
+    layout = Layout.from_lengths((3, 300, 0))
+    values = torch.randn(303, 5, dtype=torch.float64, requires_grad=True)
+    with recorded_launches() as variants:
+        run_with_gradients(lambda x: jagged_mean(x, layout, impl="triton"), [values])
+    found = list(variants["gem_jagged.sums.kernel"].values())
+    assert {v.kernel for v in found} == {
+        *("_piece_sum_kernel", "_long_sum_kernel", "_spread_kernel"),
+    }
+    assert all(v.constants["WIDE"] for v in found)
+    compile_kernels("gem_jagged.sums.kernel", found, capabilities=(90,))

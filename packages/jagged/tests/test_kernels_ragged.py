@@ -1,18 +1,18 @@
 """The kernels on every length case, any strides and dtype, and rows behind the last offset."""
 
+import sys
+from pathlib import Path
+
+import hypothesis
 import pytest
 import torch
+from hypothesis import strategies
 
 from gem_jagged.batch import Layout
 from gem_jagged.ops import (
-    jagged_broadcast_add,
     jagged_concat,
-    jagged_dense_bmm,
-    jagged_index_select,
-    jagged_mean,
     jagged_split,
     jagged_sum,
-    jagged_take_last,
     jagged_to_padded,
     padded_to_jagged,
 )
@@ -27,61 +27,11 @@ from gem_opkit.testing import (
     run_with_gradients,
 )
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from operator_calls import calls
+
 pytestmark = pytest.mark.interpreter
-
-
-def calls(lengths, width, *, dtype=torch.float32):
-    """Every operator once: (name, function of (*tensors, impl), tensors)."""
-    layout = Layout.from_lengths(lengths, dtype=torch.int32)
-    other = Layout.from_lengths(lengths[::-1])
-    batch, total = layout.batch, layout.total_tokens
-    chosen = torch.tensor([*range(batch - 1, -1, -1), 0, 0] if batch else [], dtype=torch.int64)
-
-    def leaf(*shape):
-        return torch.randn(shape).to(dtype).requires_grad_()
-
-    packed = leaf(total, width)
-    return [
-        ("pad", lambda x, impl: jagged_to_padded(x, layout, fill=-2.0, impl=impl), [packed]),
-        (
-            "pad_short",
-            lambda x, impl: jagged_to_padded(x, layout, length=3, align="right", impl=impl),
-            [packed],
-        ),
-        (
-            "unpad",
-            lambda x, impl: padded_to_jagged(x, layout, align="right", impl=impl),
-            [leaf(batch, layout.max_length + 1, width)],
-        ),
-        (
-            "concat",
-            lambda x, y, impl: jagged_concat(x, layout, y, other, impl=impl)[0],
-            [packed, leaf(total, width)],
-        ),
-        (
-            "split",
-            lambda x, impl: jagged_split(x, layout, other, impl=impl),
-            [leaf(2 * total, width)],
-        ),
-        ("last", lambda x, impl: jagged_take_last(x, layout, 4, impl=impl)[0], [packed]),
-        (
-            "select",
-            lambda x, impl: jagged_index_select(x, layout, chosen, impl=impl)[0],
-            [packed],
-        ),
-        ("mean", lambda x, impl: jagged_mean(x, layout, impl=impl), [packed]),
-        ("sum", lambda x, impl: jagged_sum(x, layout, impl=impl), [packed]),
-        (
-            "add",
-            lambda x, y, impl: jagged_broadcast_add(x, layout, y, impl=impl),
-            [packed, leaf(batch, width)],
-        ),
-        (
-            "bmm",
-            lambda x, w, b, impl: jagged_dense_bmm(x, layout, w, bias_BF=b, impl=impl),
-            [packed, leaf(batch, width, 3), leaf(batch, 3)],
-        ),
-    ]
 
 
 def check_equal_to_reference(name, call, tensors):
@@ -98,6 +48,19 @@ def test_every_length_case(case):
             check_equal_to_reference(name, call, tensors)
 
 
+# Short, empty, and long enough that a program sees one sequence or a sequence many programs.
+SOME_LENGTHS = strategies.lists(
+    strategies.just(0) | strategies.integers(1, 40) | strategies.integers(100, 3000), max_size=12
+)
+
+
+@hypothesis.given(lengths=SOME_LENGTHS, width=strategies.sampled_from([1, 3, 16]))
+@hypothesis.settings(max_examples=6)
+def test_random_lengths(lengths, width):
+    for name, call, tensors in calls(lengths, width):
+        check_equal_to_reference(name, call, tensors)
+
+
 def test_any_strides():
     for name, call, tensors in calls((3, 0, 5), 4):
         turned = [
@@ -108,13 +71,13 @@ def test_any_strides():
         sliced = [
             torch.cat([x.detach(), x.detach()], -1)[..., 1:5].requires_grad_() for x in tensors
         ]
-        if name != "bmm":  # its matrices have a width of their own
+        if name != "jagged_dense_bmm":  # its matrices have a width of their own
             check_equal_to_reference(f"{name}, a slice of wider rows", call, sliced)
 
 
 def test_fp64_is_summed_in_fp64():
     for name, call, tensors in calls((300, 0, 5), 2, dtype=torch.float64):
-        if name != "bmm":
+        if name != "jagged_dense_bmm":
             check_equal_to_reference(name, call, tensors)
 
 

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 FAN: tl.constexpr = tl.constexpr(256)
+FEW: tl.constexpr = tl.constexpr(16)
 
 
 @triton.jit
@@ -30,71 +31,88 @@ def begin_of(offsets_ptr, pair_ptr, b, mask, CHUNK: tl.constexpr, PAIR: tl.const
 
 
 @triton.jit
-def sequence_of(
-    offsets_ptr, pair_ptr, row, first_row, last_row, batch,
-    CHUNK: tl.constexpr, PAIR: tl.constexpr,
+def last_sequence(
+    offsets_ptr, pair_ptr, row, batch, CHUNK: tl.constexpr, PAIR: tl.constexpr
 ):  # fmt: skip
-    """Return for each row the last sequence that begins at or before it.
+    """Return the last sequence that begins at or before one row; int32.
 
     An empty sequence is never returned for a row that exists. A row behind the last offset gets
-    ``batch``, whose begin is the last offset. ``row`` is an int64 block (or one number) of rows,
-    all in [first_row, last_row].
+    ``batch``, whose begin is the last offset.
     """
-    # Both ends of the block first: most blocks lie in one or a few sequences, so that little is
-    # left to search for each row. A step looks at FAN places at once, because what counts is the
-    # number of loads that wait for each other.
-    first = first_row * 0
-    last = first_row * 0
+    # A step looks at FAN places at once, because what counts is the number of loads that wait for
+    # each other.
     fan = tl.arange(0, FAN)
-    span = first + batch + 1
+    found = batch * 0
+    span = found + batch + 1
     while span > 1:
         step = (span + FAN - 1) // FAN
-        low = first + fan * step
-        high = last + fan * step
-        low_begin = begin_of(offsets_ptr, pair_ptr, low, low <= batch, CHUNK, PAIR)
-        high_begin = begin_of(offsets_ptr, pair_ptr, high, high <= batch, CHUNK, PAIR)
-        before_first = ((low <= batch) & (low_begin <= first_row)).to(tl.int32)
-        before_last = ((high <= batch) & (high_begin <= last_row)).to(tl.int32)
-        first += (tl.sum(before_first, axis=0) - 1) * step
-        last += (tl.sum(before_last, axis=0) - 1) * step
+        place = found + fan * step
+        begin = begin_of(offsets_ptr, pair_ptr, place, place <= batch, CHUNK, PAIR)
+        before = ((place <= batch) & (begin <= row)).to(tl.int32)
+        found += (tl.sum(before, axis=0) - 1) * step
         span = step
-    # What is left is counted from the first of them, in int32: differences of begins in one block
-    # fit, also where the begins do not, because int32 wraps.
-    here = (row - first_row).to(tl.int32)
-    start = first_row.to(tl.int32)
-    most = (last - first).to(tl.int32)
-    found = here * 0
-    step = most * 0 + 1
-    while step <= most:
-        step = step << 1
-    step = step >> 1
-    while step > 0:
-        near = found + step
-        begin = begin_of(offsets_ptr + first, pair_ptr + first, near, near <= most, CHUNK, PAIR)
-        if CHUNK > 0:
-            begin += first
-        found = tl.where((near <= most) & (begin.to(tl.int32) - start <= here), near, found)
-        step = step >> 1
-    return first + found
+    return found
 
 
 @triton.jit
-def rows_of_program(
-    offsets_ptr, pair_ptr, rows, batch, PAIR: tl.constexpr, BLOCK_ROWS: tl.constexpr
+def sequences_from(
+    offsets_ptr, pair_ptr, first, here, start, last_row, batch,
+    CHUNK: tl.constexpr, PAIR: tl.constexpr,
 ):  # fmt: skip
-    """Return the rows of this program, which of them exist, their sequences, and which have one.
+    """Return for each row of a block how many sequences after ``first`` it is in; and for the last.
 
-    Rows are int64 and count over the whole packed output. A row behind the last offset exists and
-    has no sequence.
+    ``here`` counts the rows from ``start``, both ends of the block are ``start`` and ``last_row``,
+    and no sequence after ``first`` begins before ``start``. int32.
     """
-    start = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
-    row = start + tl.arange(0, BLOCK_ROWS)
+    # Mostly few sequences begin in a block, and so in the places that follow.
+    place = first + 1 + tl.arange(0, FAN)
+    ahead = begin_of(offsets_ptr, pair_ptr, place, place <= batch, CHUNK, PAIR)
+    most = tl.sum(((place <= batch) & (ahead <= last_row)).to(tl.int32), axis=0)
+    if most == FAN:
+        most = last_sequence(offsets_ptr, pair_ptr, last_row, batch, CHUNK, PAIR) - first
+    # In int32: differences of begins in one block fit, also where the begins do not, because int32
+    # wraps.
+    origin = start.to(tl.int32)
+    found = here * 0
+    if most <= FEW:
+        # Two instructions for a row and a sequence, and no load waits for another.
+        for s in range(0, most, 4):
+            for i in tl.static_range(4):
+                exists = s + i < most
+                begin = begin_of(offsets_ptr, pair_ptr, first + 1 + s + i, exists, CHUNK, PAIR)
+                found += (exists & (begin.to(tl.int32) - origin <= here)).to(tl.int32)
+    else:
+        step = most * 0 + 1
+        while step <= most:
+            step = step << 1
+        step = step >> 1
+        while step > 0:
+            near = found + step
+            begin = begin_of(offsets_ptr, pair_ptr, first + near, near <= most, CHUNK, PAIR)
+            found = tl.where((near <= most) & (begin.to(tl.int32) - origin <= here), near, found)
+            step = step >> 1
+    return found, most
+
+
+@triton.jit
+def rows_of_tile(
+    offsets_ptr, pair_ptr, start, first, rows, batch, PAIR: tl.constexpr, BLOCK_ROWS: tl.constexpr
+):  # fmt: skip
+    """Return the rows of a tile, which of them exist, their sequences, and which have one.
+
+    Rows and sequences are int64; rows count over the whole packed output. A row behind the last
+    offset exists and has no sequence. ``first`` is the last sequence that begins before ``start``
+    or at it; returned last is that of the next tile.
+    """
+    here = tl.arange(0, BLOCK_ROWS)
+    row = start + here
     in_row = row < rows
     last = tl.minimum(start + BLOCK_ROWS, rows) - 1
-    b = sequence_of(
-        offsets_ptr, pair_ptr, tl.minimum(row, last), start, last, batch, 0, PAIR
+    found, most = sequences_from(
+        offsets_ptr, pair_ptr, first, here, start, last, batch, 0, PAIR
     )  # fmt: skip
-    return row, in_row, b, in_row & (b < batch)
+    b = first + found
+    return row, in_row, b.to(tl.int64), in_row & (b < batch), first + most
 
 
 @triton.jit

@@ -12,8 +12,9 @@ from torch import Tensor
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-# Words of a program's tile: 16 KiB of wide words keep enough loads in flight for the memory.
-_TILE_WORDS = 2048
+# Words of a tile: with those of the other programs, 8 KiB of wide words keep the memory busy.
+_TILE_WORDS = 1024
+_WIDE_ROW = 128
 _WIDEST_TILE = 512
 
 
@@ -66,17 +67,21 @@ def fill_word(fill: float, dtype: torch.dtype, word: torch.dtype) -> int:
     return int(torch.full((per_word,), value, dtype=dtype).view(word)[0])
 
 
-def move_blocks(width: int) -> tuple[int, int]:
-    """Choose the tile of a program that moves rows.
+def move_blocks(width: int) -> tuple[int, int, int]:
+    """Choose the tiles of a program that moves rows.
 
     Args:
         width: words of a row, at least 1.
 
     Returns:
-        rows and words of the tile, both powers of two.
+        rows and words of a tile, both powers of two, and the number of tiles of a program. Many
+        narrow rows are taken in small tiles, of which one goes on where the other's search ended;
+        wide rows are so few that there is nothing to go on with.
     """
     block_w = min(1 << (width - 1).bit_length(), _WIDEST_TILE)
-    return max(1, _TILE_WORDS // block_w), block_w
+    if block_w >= _WIDE_ROW:
+        return max(1, 2 * _TILE_WORDS // block_w), block_w, 1
+    return _TILE_WORDS // block_w, block_w, 4
 
 
 def in_a_row(*indices: Tensor) -> tuple[Tensor, ...]:

@@ -98,8 +98,8 @@ HISTORIES: tuple[PackedCase, ...] = (
 
 # One history among thousands of short ones, in widths from an id to a wide token.
 ZIPF: tuple[PackedCase, ...] = (
-    PackedCase("zipf_1", zipf_lengths(262144, 4096), 1, "cuda"),
-    PackedCase("zipf_64", zipf_lengths(4096, 4096), 64, "cuda"),
-    PackedCase("zipf_128", zipf_lengths(2048, 4096), 128, "cuda"),
+    PackedCase("zipf_1", zipf_lengths(131072, 4096), 1, "cuda"),
+    PackedCase("zipf_64", zipf_lengths(8192, 4096), 64, "cuda"),
+    PackedCase("zipf_128", zipf_lengths(4096, 4096), 128, "cuda"),
     PackedCase("zipf_512", zipf_lengths(1024, 4096), 512, "cuda"),
 )

@@ -40,6 +40,8 @@ _log = logging.getLogger("gem_opkit.bench")
 
 # Written between repetitions, so that no call finds its inputs in a cache.
 _FLUSH_BYTES = 2**28
+# Even, so that who is first in one round is last in as many others.
+_ROUNDS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class BenchCase:
         cost: FLOPs and fewest bytes of the call, on one GPU where several work together.
         shapes: what a reader needs to repeat it: lengths, widths, heads; JSON values.
         dtype: number format of the inputs.
-        peers: name -> the same work done by someone else, timed in the same run.
+        peers: name -> the same work done by someone else, timed in turn with it.
     """
 
     name: str
@@ -70,22 +72,24 @@ class Timing:
     """Repeated timing of a call.
 
     Attributes:
-        ms: median, milliseconds.
+        ms: median of the rounds' medians, milliseconds.
         p20_ms: a fifth of the calls were faster.
         p80_ms: a fifth were slower.
         calls: number of timed calls.
+        rounds: number of rounds over which they were spread.
     """
 
     ms: float
     p20_ms: float
     p80_ms: float
     calls: int
+    rounds: int
 
 
 def time_call(
     run: Callable[[], Any], *, device: Any = "cpu", warmup: int = 3, calls: int = 20
 ) -> Timing:
-    """Time a call: warm-up, caches flushed, CUDA events on a GPU, perf_counter on a CPU.
+    """Time one call as ``time_in_turn`` times several.
 
     Args:
         run: the call.
@@ -99,6 +103,33 @@ def time_call(
     Raises:
         ConfigError: too few calls for a median.
     """
+    return time_in_turn({"": run}, device=device, warmup=warmup, calls=calls)[""]
+
+
+def time_in_turn(
+    runs: Mapping[str, Callable[[], Any]],
+    *,
+    device: Any = "cpu",
+    warmup: int = 3,
+    calls: int = 20,
+) -> dict[str, Timing]:
+    """Time calls that are to be compared, in turn: caches flushed, CUDA events or perf_counter.
+
+    A GPU is slower when it is hot, and any machine has moods. So the calls are spread over rounds,
+    each round takes every candidate, and every other round takes them in reverse.
+
+    Args:
+        runs: name -> call.
+        device: where they work.
+        warmup: calls of each that are not timed, at least 1; compilation and tuning fall here.
+        calls: calls of each that are timed, at least 3.
+
+    Returns:
+        name -> timing, in the order of ``runs``.
+
+    Raises:
+        ConfigError: too few calls for a median.
+    """
     for name, value, least in (("warmup", warmup, 1), ("calls", calls, 3)):
         if value < least:
             raise ConfigError(
@@ -106,19 +137,37 @@ def time_call(
             )
     device = torch.device(device)
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device)
-    for _ in range(warmup):
-        run()
-    if device.type == "cuda":
-        times_ms = _event_times_ms(run, flush, calls, device)
-    else:
-        times_ms = []
-        for _ in range(calls):
-            flush.zero_()
-            began = time.perf_counter()
+    for run in runs.values():
+        for _ in range(warmup):
             run()
-            times_ms.append(1e3 * (time.perf_counter() - began))
+    measure = _event_times_ms if device.type == "cuda" else _clock_times_ms
+    rounds = min(_ROUNDS, calls)
+    names = list(runs)
+    times_ms: dict[str, list[list[float]]] = {name: [] for name in names}
+    for index in range(rounds):
+        share = calls // rounds + (index < calls % rounds)
+        for name in names if index % 2 == 0 else reversed(names):
+            times_ms[name].append(measure(runs[name], flush, share, device))
+    return {name: _summary(by_round) for name, by_round in times_ms.items()}
+
+
+def _summary(by_round: Sequence[Sequence[float]]) -> Timing:
+    times_ms = [ms for times in by_round for ms in times]
     fifths = statistics.quantiles(times_ms, n=5, method="inclusive")
-    return Timing(statistics.median(times_ms), fifths[0], fifths[3], calls)
+    median = statistics.median(statistics.median(times) for times in by_round)
+    return Timing(median, fifths[0], fifths[3], len(times_ms), len(by_round))
+
+
+def _clock_times_ms(
+    run: Callable[[], Any], flush: torch.Tensor, calls: int, device: torch.device
+) -> list[float]:
+    times_ms = []
+    for _ in range(calls):
+        flush.zero_()
+        began = time.perf_counter()
+        run()
+        times_ms.append(1e3 * (time.perf_counter() - began))
+    return times_ms
 
 
 def _event_times_ms(
@@ -180,7 +229,7 @@ def run_bench(
     calls: int = 20,
     ceilings: Ceilings | None = None,
 ) -> list[dict[str, Any]]:
-    """Check every case, time it and its peers, and write one JSON row a case.
+    """Check every case, time it and its peers in turn, and write one JSON row a case.
 
     A row of an earlier run is replaced where the case has the same name, and kept otherwise.
 
@@ -190,7 +239,7 @@ def run_bench(
         device: where it works.
         gpus: number of GPUs that work together; part of the folder's name.
         out: folder of the results; None writes nothing.
-        calls: timed calls of each case.
+        calls: timed calls of each case and of each peer.
         ceilings: of this device; where not given, measured before and after.
 
     Returns:
@@ -217,7 +266,9 @@ def run_bench(
     given = ceilings
     if given is None:
         measure_ceilings(device)
-    timings = [_time_all(case, device, calls) for case in cases]
+    timings = [
+        time_in_turn({"": case.run, **case.peers}, device=device, calls=calls) for case in cases
+    ]
     # Measured before and after, the better of both: a machine that was busy for a moment must
     # not make a right time look impossible.
     ceilings = given or measure_ceilings(device, again=True)
@@ -250,14 +301,6 @@ def run_bench(
         folder = Path(out) / device_folder(device_name(device), gpus=gpus)
         write_rows(folder / f"{name}.jsonl", rows)
     return rows
-
-
-def _time_all(case: BenchCase, device: Any, calls: int) -> dict[str, Timing]:
-    """Time a case, under the name "", and its peers."""
-    return {
-        who: time_call(run, device=device, calls=calls)
-        for who, run in {"": case.run, **case.peers}.items()
-    }
 
 
 def _judged(timing: Timing, cost: Cost, ceilings: Ceilings, peak: Peak) -> dict[str, Any]:

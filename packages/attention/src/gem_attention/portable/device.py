@@ -14,3 +14,16 @@ COUNTS = ["q_tokens", "k_tokens", "batch", "left", "right"]
 def exponential(x, NATURAL: tl.constexpr):
     """Return e^x where NATURAL, else 2^x."""
     return tl.exp(x) if NATURAL else tl.exp2(x)
+
+
+@triton.jit
+def add_product(acc, a, b, factor, APART: tl.constexpr):
+    """Return acc + a @ b; where APART the product is summed by itself first.
+
+    On the ordinary units one chain of additions would run through all tiles and round every term to
+    the size of the whole: of 513 unnormalised weights that was three times the error of a blocked
+    sum. The factor of 1 keeps the compiler from joining the two.
+    """
+    if APART:
+        return acc + tl.dot(a, b, input_precision=PRECISION) * (1.0 + 0.0 * factor)
+    return tl.dot(a, b, acc, input_precision=PRECISION)

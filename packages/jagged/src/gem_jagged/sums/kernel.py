@@ -10,19 +10,18 @@ import torch
 import triton
 import triton.language as tl
 
-from gem_jagged.device import rows_of_program, sequence_of, sum_tile
+from gem_jagged.device import last_sequence, rows_of_tile, sequences_from, sum_tile
 from gem_jagged.launching import in_a_row, on_device
 
 PIECE_TOKENS = 128
+_SPREAD_TILES = 4  # of a program
 
 
 @triton.jit
 def _divided(total, length, WIDE: tl.constexpr):
     count = tl.maximum(length, 1).to(total.dtype)[:, None]
-    if WIDE:
-        return total / count
     # The plain division of fp32 is two units off; a mean of equal values must be that value.
-    return tl.div_rn(total, count + tl.zeros_like(total))
+    return total / count if WIDE else tl.div_rn(total, count + tl.zeros_like(total))
 
 
 @triton.jit(do_not_specialize=["slots", "batch"])
@@ -32,23 +31,26 @@ def _piece_sum_kernel(
     UNROLL: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0).to(tl.int64) * S
-    slot = start + tl.arange(0, S)
+    here = tl.arange(0, S)
+    slot = start + here
     last = tl.minimum(start + S, slots) - 1
-    b = sequence_of(
-        offsets_ptr, offsets_ptr, tl.minimum(slot, last), start, last, batch, PIECE, False
+    first = last_sequence(offsets_ptr, offsets_ptr, start, batch, PIECE, False)
+    found, _ = sequences_from(
+        offsets_ptr, offsets_ptr, first, here, start, last, batch, PIECE, False
     )
+    b = (first + found).to(tl.int64)
     known = (slot <= last) & (b < batch)
     begin = tl.load(offsets_ptr + b, mask=known, other=0).to(tl.int64)
     end = tl.load(offsets_ptr + b + 1, mask=known, other=0).to(tl.int64)
     piece = slot - (begin // PIECE + b)
-    first = begin + piece * PIECE
-    count = tl.minimum(end - first, PIECE)
+    begin_piece = begin + piece * PIECE
+    count = tl.minimum(end - begin_piece, PIECE)
     # Every sequence has a first piece, which of an empty one sums nothing; other slots may be void.
     live = known & ((count > 0) | (piece == 0))
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     in_d = d < width
     total = sum_tile(
-        values_ptr, first, count, live, stride_t, stride_d, d, in_d, WIDE, S, T, UNROLL
+        values_ptr, begin_piece, count, live, stride_t, stride_d, d, in_d, WIDE, S, T, UNROLL
     )
     whole = end - begin <= PIECE
     result = _divided(total, end - begin, WIDE) if MEAN else total
@@ -88,31 +90,42 @@ def _long_sum_kernel(
 def _spread_kernel(
     values_ptr, values_stride_t, values_stride_d, dense_ptr, dense_stride_b, dense_stride_d,
     offsets_ptr, out_ptr, rows, batch, width,
-    ADD: tl.constexpr, MEAN: tl.constexpr, WIDE: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    ADD: tl.constexpr, MEAN: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, TILES: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    row, in_row, b, known = rows_of_program(
-        offsets_ptr, offsets_ptr, rows, batch, False, BLOCK_ROWS
-    )
-    length = tl.load(offsets_ptr + b + 1, mask=known, other=1).to(tl.int64)
-    length -= tl.load(offsets_ptr + b, mask=known, other=0).to(tl.int64)
-    for begin in range(0, width, BLOCK_D):
-        d = begin + tl.arange(0, BLOCK_D)
-        in_d = (d < width)[None, :]
-        mask = known[:, None] & in_d
-        at_d = d.to(tl.int64)[None, :]
-        x = tl.load(
-            dense_ptr + (b * dense_stride_b)[:, None] + at_d * dense_stride_d, mask=mask, other=0.0
-        ).to(tl.float64 if WIDE else tl.float32)
+    begin_row = tl.program_id(0).to(tl.int64) * (BLOCK_ROWS * TILES)
+    first = last_sequence(offsets_ptr, offsets_ptr, begin_row, batch, 0, False)
+    for tile in range(TILES):
+        row, in_row, b, known, first = rows_of_tile(
+            offsets_ptr, offsets_ptr, begin_row + tile * BLOCK_ROWS, first, rows, batch, False,
+            BLOCK_ROWS,
+        )  # fmt: skip
         if MEAN:
-            x = _divided(x, length, WIDE)
-        if ADD:
-            x += tl.load(
-                values_ptr + (row * values_stride_t)[:, None] + at_d * values_stride_d,
+            length = tl.load(offsets_ptr + b + 1, mask=known, other=1).to(tl.int64)
+            length -= tl.load(offsets_ptr + b, mask=known, other=0).to(tl.int64)
+            # A division takes as many instructions as all else here. A result of 16 bits does
+            # not show the two roundings of a product with the reciprocal.
+            if NARROW:
+                share = tl.div_rn(tl.full(length.shape, 1.0, tl.float32), length.to(tl.float32))
+        for begin in range(0, width, BLOCK_D):
+            d = begin + tl.arange(0, BLOCK_D)
+            in_d = (d < width)[None, :]
+            mask = known[:, None] & in_d
+            at_d = d.to(tl.int64)[None, :]
+            x = tl.load(
+                dense_ptr + (b * dense_stride_b)[:, None] + at_d * dense_stride_d,
                 mask=mask,
                 other=0.0,
             ).to(tl.float64 if WIDE else tl.float32)
-        tl.store(out_ptr + row[:, None] * width + d[None, :], x, mask=in_row[:, None] & in_d)
+            if MEAN:
+                x = x * share[:, None] if NARROW else _divided(x, length, WIDE)
+            if ADD:
+                x += tl.load(
+                    values_ptr + (row * values_stride_t)[:, None] + at_d * values_stride_d,
+                    mask=mask,
+                    other=0.0,
+                ).to(tl.float64 if WIDE else tl.float32)
+            tl.store(out_ptr + row[:, None] * width + d[None, :], x, mask=in_row[:, None] & in_d)
 
 
 def launch_sum(values_TD, offsets_O, *, mean):
@@ -130,15 +143,18 @@ def launch_sum(values_TD, offsets_O, *, mean):
     partial = values_TD.new_empty((rows, width), dtype=torch.float64 if is_wide else torch.float32)
     slots = tokens // PIECE_TOKENS + batch
     block_d = min(triton.next_power_of_2(width), 128)
-    # Narrow rows: a tile takes neighbouring tokens too, so that its loads are contiguous.
-    block_t = max(1, 64 // block_d)
-    block_s = max(1, 1024 // (block_t * block_d))
+    # A tile takes neighbouring tokens too: narrow rows are contiguous then, and a long piece among
+    # short ones keeps its program less long. 8 KiB of it, several times, are in flight.
+    size = values_TD.element_size()
+    block_t = min(max(8, 64 // block_d), 32)
+    most_s = 64 if block_d == 1 else 32  # more would spill registers
+    block_s = min(max(2, 8192 // size // (block_t * block_d)), most_s)
     with on_device(out):
         _piece_sum_kernel[(triton.cdiv(slots, block_s), triton.cdiv(width, block_d))](
             values_TD, *values_TD.stride(), offsets_O, out, partial, slots, batch,
             width,
             MEAN=mean, WIDE=is_wide, PIECE=PIECE_TOKENS, S=block_s, T=block_t,
-            UNROLL=min(8, PIECE_TOKENS // block_t), BLOCK_D=block_d,
+            UNROLL=8 if size == 4 and block_t == 8 else 4, BLOCK_D=block_d,
         )  # fmt: skip
         if rows:
             add_long_sums(partial, offsets_O, out, piece=PIECE_TOKENS, mean=mean)
@@ -169,13 +185,13 @@ def launch_spread(dense_BD, offsets_O, total_tokens, *, mean, values_TD=None):
     (offsets_O,) = in_a_row(offsets_O)
     values = dense_BD if values_TD is None else values_TD
     block_d = min(triton.next_power_of_2(width), 512)
-    block_rows = max(1, 16384 // out.element_size() // block_d)
+    block_rows = max(1, 8192 // out.element_size() // block_d)
     with on_device(out):
-        _spread_kernel[(triton.cdiv(total_tokens, block_rows),)](
+        _spread_kernel[(triton.cdiv(total_tokens, block_rows * _SPREAD_TILES),)](
             values, *values.stride(), dense_BD, *dense_BD.stride(), offsets_O, out,
             total_tokens, batch, width,
             ADD=values_TD is not None, MEAN=mean,
-            WIDE=out.dtype == torch.float64,
-            BLOCK_ROWS=block_rows, BLOCK_D=block_d, num_warps=8,
+            WIDE=out.dtype == torch.float64, NARROW=out.element_size() < 4,
+            BLOCK_ROWS=block_rows, TILES=_SPREAD_TILES, BLOCK_D=block_d,
         )  # fmt: skip
     return out

@@ -1,538 +1,189 @@
-"""The backward of ``jagged_flash_attention`` on Hopper, in Gluon: one fused kernel.
+"""Launching the backward of jagged attention on Hopper, with softmax or with activations."""
 
-One CTA per SM, persistent. An item is one tile of keys of one key head; two consumer warpgroups
-hold dK and dV of half of its keys each in registers and loop over the query tiles that see it, for
-every query head of the group::
+import torch
+from torch import Tensor
 
-    S = K Qᵀ    P = exp2(factor·S − lse)    dP = V dOᵀ    dS = P ∘ (dP − delta)
-    dV += P dO     dK += dS Q     dQ += dSᵀ K
-
-dS of both halves meets in shared memory, and each warpgroup computes half of dQ's columns from the
-whole of it. dQ is added to an fp32 buffer in global memory by TMA, in no fixed order, so its last
-bit differs between runs. dK and dV have one owner and do not.
-
-The buffer holds dQ in the order of the accumulator's registers (``gem_attention.hopper.gradients``
-says which): 16-byte stores without bank conflicts, and one contiguous block a tile.
-"""
-
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
+from gem_attention.hopper.backward.fused.kernel_sm90 import backward_kernel
+from gem_attention.hopper.gradients.kernel import prepare_kernel
+from gem_attention.hopper.launching import (
+    DTYPES,
+    LEAST_SCALE,
+    ROWS,
+    packs,
+    plain,
+    programs,
+    ragged,
 )
+from gem_attention.tiles import Window, key_tiles, query_tiles
 
-from gem_attention.hopper.device import (
-    BOUND,
-    LOG2_E,
-    add_to_global,
-    item_at,
-    items_of,
-    padded_row,
-    queries_seeing,
-    sequence_rows,
-)
-
-
-@gluon.jit
-def _item(tiles, item, q_offsets, k_offsets, batch, q_tokens, k_tokens, KV_HEADS: gl.constexpr):
-    """Return key head, sequence, tile, and begin and length of both sides."""
-    entry = tiles + 2 * (item // KV_HEADS)
-    sequence = gl.load(entry)
-    tile = gl.load(entry + 1)
-    q_begin, q_length = sequence_rows(q_offsets, sequence, batch, q_tokens, False)
-    k_begin, k_length = sequence_rows(k_offsets, sequence, batch, k_tokens, True)
-    return item % KV_HEADS, sequence, tile, q_begin, q_length, k_begin, k_length
+_KEYS = 128
+_STAGES = {128: 2, 64: 3}
+# Registers of a thread at launch, of which the warps then give each other (``backward.fused``): a
+# multiprocessor has 65,536 for 12 warps, or for 16 where dQ has a warpgroup of its own.
+_REGISTERS = {128: 168, 64: 128}
+# Blocks of dQ, of 64 rows, in the ring: what three rounds of items touch, and at least so many.
+_ROUNDS = 3
+_FEWEST_BLOCKS = 1024
+_PIECE_ROWS = 64
 
 
-@gluon.jit
-def _produce(
-    descs,
-    smems,
-    bars,
-    lists,
-    left,
-    right,
-    KV_HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
-    ROWS: gl.constexpr,
-    KEYS: gl.constexpr,
-    WIDTH: gl.constexpr,
-    STAGES: gl.constexpr,
-    LEFT: gl.constexpr,
-    RIGHT: gl.constexpr,
-):
-    q_desc, k_desc, v_desc, g_desc, lse_desc, delta_desc = descs
-    q_smem, k_smem, v_smem, g_smem, lse_smem, delta_smem = smems
-    k_full, v_full, kv_empty, q_full, g_full, empty = bars
-    tiles, count, q_offsets, k_offsets, batch, q_tokens, k_tokens = lists
-    dtype: gl.constexpr = q_smem.dtype
-    programs = gl.num_programs(0)
-    program = gl.program_id(0)
-    step = 0
-    for turn in range(items_of(gl.load(count) * KV_HEADS, programs, program)):
-        kv_head, sequence, tile, q_begin, q_length, k_begin, k_length = _item(
-            tiles,
-            item_at(turn, programs, program),
-            q_offsets,
-            k_offsets,
-            batch,
-            q_tokens,
-            k_tokens,
-            KV_HEADS,
-        )
-        padded = padded_row(q_begin, sequence)
-        first, stop = queries_seeing(
-            tile * KEYS, KEYS, q_length, k_length, left, right, ROWS, LEFT, RIGHT
-        )
-        k_place = [BOUND, k_begin + k_length, BOUND - k_length + tile * KEYS, kv_head * WIDTH]
-        mbarrier.wait(kv_empty, (turn & 1) ^ 1)
-        mbarrier.expect(k_full, KEYS * WIDTH * 2)
-        k_block = k_smem._reinterpret(dtype, [1, 1, KEYS, WIDTH], k_desc.layout)
-        tma.async_copy_global_to_shared(k_desc, k_place, k_full, k_block)
-        # V is needed after the first queries, and is asked for after them.
-        if first == stop:
-            mbarrier.expect(v_full, KEYS * WIDTH * 2)
-            v_block = v_smem._reinterpret(dtype, [1, 1, KEYS, WIDTH], v_desc.layout)
-            tma.async_copy_global_to_shared(v_desc, k_place, v_full, v_block)
-        for member in range(GROUP):
-            head = kv_head * GROUP + member
-            for q_tile in range(first, stop):
-                stage = step % STAGES
-                row = padded + q_tile * ROWS
-                q_place = [
-                    BOUND,
-                    q_begin + q_length,
-                    BOUND - q_length + q_tile * ROWS,
-                    head * WIDTH,
-                ]
-                mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
-                mbarrier.expect(q_full.index(stage), ROWS * WIDTH * 2 + ROWS * 4)
-                line = lse_smem.index(stage)._reinterpret(gl.float32, [1, ROWS], lse_desc.layout)
-                tma.async_copy_global_to_shared(lse_desc, [head, row], q_full.index(stage), line)
-                block = q_smem.index(stage)._reinterpret(dtype, [1, 1, ROWS, WIDTH], q_desc.layout)
-                tma.async_copy_global_to_shared(q_desc, q_place, q_full.index(stage), block)
-                if (member == 0) & (q_tile == first):
-                    mbarrier.expect(v_full, KEYS * WIDTH * 2)
-                    v_block = v_smem._reinterpret(dtype, [1, 1, KEYS, WIDTH], v_desc.layout)
-                    tma.async_copy_global_to_shared(v_desc, k_place, v_full, v_block)
-                mbarrier.expect(g_full.index(stage), ROWS * WIDTH * 2 + ROWS * 4)
-                line = delta_smem.index(stage)._reinterpret(
-                    gl.float32, [1, ROWS], delta_desc.layout
-                )
-                tma.async_copy_global_to_shared(delta_desc, [head, row], g_full.index(stage), line)
-                block = g_smem.index(stage)._reinterpret(dtype, [1, 1, ROWS, WIDTH], g_desc.layout)
-                tma.async_copy_global_to_shared(g_desc, q_place, g_full.index(stage), block)
-                step += 1
+def launch_backward(
+    grad_out_THV: Tensor,
+    grad_lse_TH: Tensor | None,
+    q_THK: Tensor,
+    k_SGK: Tensor,
+    v_SGV: Tensor,
+    out_THV: Tensor | None,
+    lse_TH: Tensor | None,
+    q_offsets_O: Tensor,
+    k_offsets_O: Tensor,
+    *,
+    window: Window,
+    scale: float,
+    activations: str = "softmax",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Differentiate ``gem_attention.hopper.forward.kernel_sm90.launch_forward``.
 
+    Args:
+        grad_out_THV: gradient of out.
+        grad_lse_TH: gradient of the logsumexp; None for 0 and without softmax.
+        q_THK: as in the forward.
+        k_SGK: as in the forward.
+        v_SGV: as in the forward.
+        out_THV: result of the forward; not read without softmax, and may be None.
+        lse_TH: result of the forward; likewise.
+        q_offsets_O: as in the forward.
+        k_offsets_O: as in the forward.
+        window: as in the forward.
+        scale: as in the forward.
+        activations: as in the forward.
 
-@gluon.jit
-def _masked(
-    x_kt,
-    key,
-    row,
-    q_length,
-    k_length,
-    left,
-    right,
-    KEYS: gl.constexpr,
-    ROWS: gl.constexpr,
-    LEFT: gl.constexpr,
-    RIGHT: gl.constexpr,
-    S_LAYOUT: gl.constexpr,
-):
-    """Set the scores (keys first) behind the end or outside the window to -inf."""
-    k = key + gl.arange(0, KEYS, layout=gl.SliceLayout(1, S_LAYOUT))
-    if LEFT or RIGHT:
-        place = row + k_length - q_length + gl.arange(0, ROWS, layout=gl.SliceLayout(0, S_LAYOUT))
-        if RIGHT:
-            # A key behind the end stands right of every window.
-            k = gl.where(k < k_length, k, 2**30)
-        if LEFT and RIGHT:
-            # One comparison for both sides: what is left of 0 is large without its sign.
-            off = (place + right)[None, :] - k[:, None]
-            seen = off.to(gl.uint32, bitcast=True) <= (left + right).to(gl.uint32)
-        elif RIGHT:
-            seen = k[:, None] <= (place + right)[None, :]
-        else:
-            seen = (k[:, None] >= (place - left)[None, :]) & (k < k_length)[:, None]
-    else:
-        seen = (k < k_length)[:, None]
-    return gl.where(seen, x_kt, float("-inf"))
-
-
-@gluon.jit
-def _on_edge(
-    key,
-    row,
-    q_length,
-    k_length,
-    left,
-    right,
-    KEYS: gl.constexpr,
-    ROWS: gl.constexpr,
-    LEFT: gl.constexpr,
-    RIGHT: gl.constexpr,
-):
-    """Whether some pair of a tile is behind the end or outside the window."""
-    edge = key + KEYS > k_length
-    if RIGHT:
-        edge = edge | (key + KEYS - 1 > row + k_length - q_length + right)
-    if LEFT:
-        edge = edge | (key < row + ROWS - 1 + k_length - q_length - left)
-    return edge
-
-
-@gluon.jit
-def _weights(
-    x_kt,
-    key,
-    row,
-    limits,
-    lse_tile,
-    factor,
-    KEYS: gl.constexpr,
-    ROWS: gl.constexpr,
-    LEFT: gl.constexpr,
-    RIGHT: gl.constexpr,
-    S_LAYOUT: gl.constexpr,
-):
-    """Turn scores (keys first) into softmax weights; mask only tiles on an edge."""
-    q_length, k_length, left, right = limits
-    if _on_edge(key, row, q_length, k_length, left, right, KEYS, ROWS, LEFT, RIGHT):
-        x_kt = _masked(
-            x_kt, key, row, q_length, k_length, left, right, KEYS, ROWS, LEFT, RIGHT, S_LAYOUT
-        )
-    return gl.exp2(x_kt * factor - lse_tile.load(gl.SliceLayout(0, S_LAYOUT))[None, :])
-
-
-@gluon.jit
-def _to_registers_order(dq, ROWS: gl.constexpr, HALF_WIDTH: gl.constexpr):
-    """Order a tile as its registers lie: four neighbours a thread, threads in turn."""
-    parts = dq.reshape([4, 2, 8, HALF_WIDTH // 8, 4, 2])
-    parts = parts.permute([0, 3, 2, 4, 1, 5])
-    return parts.reshape([ROWS * HALF_WIDTH // 32, 32])
-
-
-@gluon.jit
-def _add_block(dq, dq_mine, dq_desc, row, ROWS: gl.constexpr, COLS: gl.constexpr):
-    """Add half a tile of dQ to its block in global memory, once the last addition has left."""
-    tma.store_wait(0)
-    dq_mine.store(_to_registers_order(dq, ROWS, COLS))
-    fence_async_shared()
-    add_to_global(dq_desc, [row, 0], dq_mine)
-
-
-@gluon.jit
-def _next_block(place, tile, first, stop, HEADS: gl.constexpr, GROUP: gl.constexpr):
-    """Return the block of the next query tile, and the tile; after the last, of the next head."""
-    place += HEADS * 2
-    tile += 1
-    if GROUP > 1:  # noqa: SIM102 - known when compiled; the other when it runs
-        if tile == stop:
-            tile = first
-            place += 2 - (stop - first) * (HEADS * 2)
-    return place, tile
-
-
-# One function, because an accumulator in flight may not leave its loop.
-@gluon.jit
-def _consume(  # noqa: PLR0915
-    descs,
-    smems,
-    bars,
-    ds_smem,
-    dq_smem,
-    ds_full,
-    lists,
-    left,
-    right,
-    scale,
-    HALF: gl.constexpr,
-    KV_HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
-    ROWS: gl.constexpr,
-    KEYS: gl.constexpr,
-    WIDTH: gl.constexpr,
-    STAGES: gl.constexpr,
-    LEFT: gl.constexpr,
-    RIGHT: gl.constexpr,
-):
-    dq_desc, dk_desc, dv_desc = descs
-    q_smem, k_smem, v_smem, g_smem, lse_smem, delta_smem = smems
-    k_full, v_full, kv_empty, q_full, g_full, empty = bars
-    tiles, count, q_offsets, k_offsets, batch, q_tokens, k_tokens = lists
-    dtype: gl.constexpr = q_smem.dtype
-    MINE: gl.constexpr = KEYS // 2
-    COLS: gl.constexpr = WIDTH // 2
-    BLOCK: gl.constexpr = ROWS * COLS // 32
-    HEADS: gl.constexpr = KV_HEADS * GROUP
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    Q_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 16])
-    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
-    COL: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
-    programs = gl.num_programs(0)
-    program = gl.program_id(0)
-    factor = scale * LOG2_E
-    k_mine = k_smem.slice(HALF * MINE, MINE)
-    v_mine = v_smem.slice(HALF * MINE, MINE)
-    k_cols = k_smem.slice(HALF * COLS, COLS, dim=1)
-    dq_mine = dq_smem.index(HALF)
-    step = 0
-    for turn in range(items_of(gl.load(count) * KV_HEADS, programs, program)):
-        kv_head, sequence, tile, q_begin, q_length, k_begin, k_length = _item(
-            tiles,
-            item_at(turn, programs, program),
-            q_offsets,
-            k_offsets,
-            batch,
-            q_tokens,
-            k_tokens,
-            KV_HEADS,
-        )
-        first, stop = queries_seeing(
-            tile * KEYS, KEYS, q_length, k_length, left, right, ROWS, LEFT, RIGHT
-        )
-        key = tile * KEYS + HALF * MINE
-        steps = (stop - first) * GROUP
-        # Block of dQ: (tile of the padded rows, head, half).
-        place = ((padded_row(q_begin, sequence) // ROWS + first) * (KV_HEADS * GROUP)) * 2 + HALF
-        place += kv_head * (GROUP * 2)
-        q_tile = first
-        dk = gl.zeros([MINE, WIDTH], gl.float32, O_LAYOUT)
-        dv = gl.zeros([MINE, WIDTH], gl.float32, O_LAYOUT)
-        zero = gl.zeros([MINE, ROWS], gl.float32, S_LAYOUT)
-        zero_q = gl.zeros([ROWS, COLS], gl.float32, Q_LAYOUT)
-        mbarrier.wait(k_full, turn & 1)
-        if key < k_length:
-            limits = (q_length, k_length, left, right)
-            for _ in range(steps):
-                stage = step % STAGES
-                phase = (step // STAGES) & 1
-                q = q_smem.index(stage)
-                g = g_smem.index(stage)
-                ds_now = ds_smem.index(step & 1)
-                mbarrier.wait(q_full.index(stage), phase)
-                x = warpgroup_mma(k_mine, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-                mbarrier.wait(g_full.index(stage), phase)
-                mbarrier.wait(v_full, turn & 1)
-                y = warpgroup_mma(v_mine, g.permute((1, 0)), zero, use_acc=False, is_async=True)
-                x = warpgroup_mma_wait(num_outstanding=1, deps=(x,))
-                p = _weights(
-                    x,
-                    key,
-                    q_tile * ROWS,
-                    limits,
-                    lse_smem.index(stage),
-                    factor,
-                    MINE,
-                    ROWS,
-                    LEFT,
-                    RIGHT,
-                    S_LAYOUT,
-                )
-                p_tile = gl.convert_layout(p.to(dtype), P_LAYOUT)
-                # P passes through the wait to stay before it; the assembler may still move its
-                # exponentials. Holding them back with a sleep that never fires cost 3 to 8 %.
-                y, p = warpgroup_mma_wait(num_outstanding=0, deps=(y, p))
-                ds = p * (y - delta_smem.index(stage).load(COL)[None, :])
-                dv = warpgroup_mma(p_tile, g, dv, is_async=True)
-                ds_tile = ds.to(dtype)
-                # Two buffers: by the time one comes round, the other half has said, with the
-                # other buffer, that it is done with this one.
-                ds_now.slice(HALF * MINE, MINE).store(ds_tile)
-                fence_async_shared()
-                mbarrier.arrive(ds_full.index(step & 1), count=1)
-                mbarrier.wait(ds_full.index(step & 1), (step >> 1) & 1)
-                ds_t = ds_now.permute((1, 0))
-                dq = warpgroup_mma(ds_t, k_cols, zero_q, use_acc=False, is_async=True)
-                dk = warpgroup_mma(gl.convert_layout(ds_tile, P_LAYOUT), q, dk, is_async=True)
-                # dQ leaves for memory while dK is still being computed.
-                dv, dq = warpgroup_mma_wait(num_outstanding=1, deps=(dv, dq))
-                _add_block(dq, dq_mine, dq_desc, place * BLOCK, ROWS, COLS)
-                place, q_tile = _next_block(place, q_tile, first, stop, HEADS, GROUP)
-                dk = warpgroup_mma_wait(num_outstanding=0, deps=(dk,))
-                mbarrier.arrive(empty.index(stage), count=1)
-                step += 1
-        else:
-            # No key of this half exists: its dS is 0, and only its half of dQ is left to do.
-            for _ in range(steps):
-                stage = step % STAGES
-                ds_now = ds_smem.index(step & 1)
-                ds_now.slice(HALF * MINE, MINE).store(gl.zeros([MINE, ROWS], dtype, S_LAYOUT))
-                fence_async_shared()
-                mbarrier.arrive(ds_full.index(step & 1), count=1)
-                # "Full" first, or the next load could come too early.
-                mbarrier.wait(q_full.index(stage), (step // STAGES) & 1)
-                mbarrier.wait(g_full.index(stage), (step // STAGES) & 1)
-                mbarrier.arrive(empty.index(stage), count=1)
-                mbarrier.wait(ds_full.index(step & 1), (step >> 1) & 1)
-                ds_t = ds_now.permute((1, 0))
-                dq = warpgroup_mma(ds_t, k_cols, zero_q, use_acc=False, is_async=True)
-                dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))
-                _add_block(dq, dq_mine, dq_desc, place * BLOCK, ROWS, COLS)
-                place, q_tile = _next_block(place, q_tile, first, stop, HEADS, GROUP)
-                step += 1
-        mbarrier.wait(v_full, turn & 1)
-        mbarrier.arrive(kv_empty, count=1)
-        OUT: gl.constexpr = gl.NVMMASharedLayout(
-            swizzle_byte_width=128, element_bitwidth=16, rank=2
-        )
-        out = dq_mine._reinterpret(dtype, [MINE, WIDTH], OUT)
-        coordinates = [BOUND, k_begin + k_length, BOUND - k_length + key, kv_head * WIDTH]
-        tma.store_wait(0)
-        out.store(dv.to(dtype))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(
-            dv_desc, coordinates, out._reinterpret(dtype, [1, 1, MINE, WIDTH], dv_desc.layout)
-        )
-        tma.store_wait(0)
-        out.store((dk * scale).to(dtype))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(
-            dk_desc, coordinates, out._reinterpret(dtype, [1, 1, MINE, WIDTH], dk_desc.layout)
-        )
-    tma.store_wait(0)
-
-
-@gluon.jit(do_not_specialize=["batch", "q_tokens", "k_tokens", "left", "right"])
-def backward_kernel(
-    q_desc,
-    k_desc,
-    v_desc,
-    g_desc,
-    lse_desc,
-    delta_desc,
-    dq_desc,
-    dk_desc,
-    dv_desc,
-    tiles,
-    count,
-    q_offsets,
-    k_offsets,
-    batch,
-    q_tokens,
-    k_tokens,
-    left,
-    right,
-    scale,
-    KV_HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
-    ROWS: gl.constexpr,
-    KEYS: gl.constexpr,
-    WIDTH: gl.constexpr,
-    STAGES: gl.constexpr,
-    LEFT: gl.constexpr,
-    RIGHT: gl.constexpr,
-    DTYPE: gl.constexpr,
-):
-    """Write dk and dv (S, G·D); add dq to its buffer of blocks."""
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    WIDE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    q_smem = gl.allocate_shared_memory(DTYPE, [STAGES, ROWS, WIDTH], LAYOUT)
-    g_smem = gl.allocate_shared_memory(DTYPE, [STAGES, ROWS, WIDTH], LAYOUT)
-    k_smem = gl.allocate_shared_memory(DTYPE, [KEYS, WIDTH], LAYOUT)
-    v_smem = gl.allocate_shared_memory(DTYPE, [KEYS, WIDTH], LAYOUT)
-    ds_smem = gl.allocate_shared_memory(DTYPE, [2, KEYS, ROWS], LAYOUT)
-    dq_smem = gl.allocate_shared_memory(gl.float32, [2, ROWS * WIDTH // 64, 32], WIDE)
-    lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], FLAT)
-    delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], FLAT)
-    k_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    v_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    kv_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    g_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    mbarrier.init(k_full, count=1)
-    mbarrier.init(v_full, count=1)
-    mbarrier.init(kv_empty, count=2)
-    for i in gl.static_range(2):
-        mbarrier.init(ds_full.index(i), count=2)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(g_full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
-    bars = (k_full, v_full, kv_empty, q_full, g_full, empty)
-    smems = (q_smem, k_smem, v_smem, g_smem, lse_smem, delta_smem)
-    lists = (tiles, count, q_offsets, k_offsets, batch, q_tokens, k_tokens)
-    outs = (dq_desc, dk_desc, dv_desc)
-    gl.warp_specialize(
-        [
-            (
-                _consume,
-                (
-                    outs,
-                    smems,
-                    bars,
-                    ds_smem,
-                    dq_smem,
-                    ds_full,
-                    lists,
-                    left,
-                    right,
-                    scale,
-                    0,
-                    KV_HEADS,
-                    GROUP,
-                    ROWS,
-                    KEYS,
-                    WIDTH,
-                    STAGES,
-                    LEFT,
-                    RIGHT,
-                ),
-            ),
-            (
-                _consume,
-                (
-                    outs,
-                    smems,
-                    bars,
-                    ds_smem,
-                    dq_smem,
-                    ds_full,
-                    lists,
-                    left,
-                    right,
-                    scale,
-                    1,
-                    KV_HEADS,
-                    GROUP,
-                    ROWS,
-                    KEYS,
-                    WIDTH,
-                    STAGES,
-                    LEFT,
-                    RIGHT,
-                ),
-            ),
-            (
-                _produce,
-                (
-                    (q_desc, k_desc, v_desc, g_desc, lse_desc, delta_desc),
-                    smems,
-                    bars,
-                    lists,
-                    left,
-                    right,
-                    KV_HEADS,
-                    GROUP,
-                    ROWS,
-                    KEYS,
-                    WIDTH,
-                    STAGES,
-                    LEFT,
-                    RIGHT,
-                ),
-            ),
-        ],
-        [4, 1],
-        [240, 24],
+    Returns:
+        gradients of q, k and v. That of q differs between runs in its last bit.
+    """
+    tokens, heads, width = q_THK.shape
+    keys, kv_heads, _ = k_SGK.shape
+    group = heads // kv_heads if kv_heads else 1
+    softmax = activations == "softmax"
+    device = q_THK.device
+    grad_q_THK = torch.empty((tokens, heads, width), dtype=q_THK.dtype, device=device)
+    grad_k_SGK = torch.empty((keys, kv_heads, width), dtype=q_THK.dtype, device=device)
+    grad_v_SGV = torch.empty_like(grad_k_SGK)
+    if tokens == 0 or keys == 0 or heads == 0:
+        return grad_q_THK.zero_(), grad_k_SGK.zero_(), grad_v_SGV.zero_()
+    if not packs(grad_out_THV):
+        grad_out_THV = grad_out_THV.contiguous()
+    batch = len(q_offsets_O) - 1
+    blocks = -(-tokens // ROWS)
+    padded = (blocks + batch + 1) * ROWS
+    sizes = {"q_tokens": tokens, "k_tokens": keys, "window": window}
+    q_tiles = query_tiles(q_offsets_O, k_offsets_O, block_tokens=2 * ROWS, **sizes)
+    # Where one tile holds all keys of a sequence, and no window hides it from some of the queries,
+    # dq needs no sum, and the sequence no slots.
+    others_from = 2 if window == (None, None) else 1
+    k_tiles = key_tiles(
+        q_offsets_O, k_offsets_O, block_tokens=_KEYS, others_from=others_from, **sizes
     )
+    wanted = wanted_blocks(device, blocks, keys, batch=batch, group=group)
+    # As many as one sequence can have, so that no unit waits for itself.
+    slots = min((blocks + batch) * heads, max(blocks * group, wanted))
+    ring = torch.empty((slots * ROWS * width // 32, 32), dtype=torch.float32, device=device)
+    state = torch.empty(1 + (batch + 1) * kv_heads + slots, dtype=torch.int32, device=device)
+    delta_HP, lse_HP = torch.empty(
+        (2, heads, padded if softmax else ROWS), dtype=torch.float32, device=device
+    )
+    if out_THV is None or lse_TH is None:
+        out_THV, lse_TH = grad_out_THV, delta_HP
+    left, right = window
+    if softmax:
+        scale = scale or LEAST_SCALE
+    counts = (batch, tokens, keys)
+    with torch.cuda.device(device):
+        prepare_kernel[(q_tiles.capacity * heads,)](
+            out_THV,
+            grad_out_THV,
+            lse_TH,
+            grad_lse_TH.contiguous() if grad_lse_TH is not None else lse_TH,
+            delta_HP,
+            lse_HP,
+            grad_q_THK,
+            ring,
+            state,
+            k_tiles.others,
+            q_tiles.entries,
+            q_tiles.count,
+            q_offsets_O,
+            k_offsets_O,
+            *counts,
+            padded,
+            slots,
+            wanted,
+            grad_out_THV.stride(0),
+            grad_out_THV.stride(1),
+            HEADS=heads,
+            GROUP=group,
+            WIDTH=width,
+            ROWS=ROWS,
+            SOFTMAX=softmax,
+            HAS_GRAD_LSE=grad_lse_TH is not None,
+            num_warps=4,
+        )
+        backward_kernel[(programs(device, k_tiles.capacity * kv_heads),)](
+            ragged(q_THK, ROWS),
+            ragged(k_SGK, _KEYS),
+            ragged(v_SGV, _KEYS),
+            ragged(grad_out_THV, ROWS),
+            plain(lse_HP, [1, ROWS], 0),
+            plain(delta_HP, [1, ROWS], 0),
+            plain(ring, [ROWS * 64 // 32, 32], 128),
+            plain(ring, [_PIECE_ROWS, 32], 128),
+            ragged(grad_q_THK, ROWS, columns=64),
+            ragged(grad_k_SGK, _KEYS // 2),
+            ragged(grad_v_SGV, _KEYS // 2),
+            ring,
+            grad_q_THK,
+            state,
+            k_tiles.entries,
+            k_tiles.count,
+            k_tiles.others,
+            q_offsets_O,
+            k_offsets_O,
+            *counts,
+            left or 0,
+            right or 0,
+            slots,
+            wanted,
+            scale,
+            KV_HEADS=kv_heads,
+            GROUP=group,
+            ROWS=ROWS,
+            KEYS=_KEYS,
+            WIDTH=width,
+            STAGES=_STAGES[width],
+            LEFT=left is not None,
+            RIGHT=right is not None,
+            DTYPE=DTYPES[q_THK.dtype],
+            ACTIVATIONS=activations,
+            num_warps=4,
+            maxnreg=_REGISTERS[width],
+        )
+    return grad_q_THK, grad_k_SGK, grad_v_SGV
+
+
+def wanted_blocks(device: torch.device, blocks: int, keys: int, *, batch: int, group: int) -> int:
+    """Return how many blocks of dQ the ring should hold for nobody to wait long.
+
+    Args:
+        device: whose multiprocessors each do an item at a time.
+        blocks: blocks of 64 queries of one head.
+        keys: keys of all sequences.
+        batch: number of sequences.
+        group: query heads of a key head.
+
+    Returns:
+        the blocks that an item of mean size brings, its sequence's over its tiles, for each of
+        three rounds of items: one that is worked on, one that is loaded, one that is converted.
+    """
+    items = max(-(-keys // _KEYS), batch, 1)
+    rounds = _ROUNDS * programs(device, 2**30)
+    return max(_FEWEST_BLOCKS, rounds * -(-blocks // items) * group)

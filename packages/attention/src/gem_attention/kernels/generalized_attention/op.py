@@ -1,5 +1,7 @@
 """The operator ``generalized_attention``: schema, fakes, autograd, FLOP formulas, function."""
 
+import logging
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,6 +19,12 @@ from gem_attention.checks import (
     check_window,
     refuse_second_derivative,
 )
+from gem_attention.choosing import (
+    bounded_sides,
+    choose_implementation,
+    demand_lengths,
+    readable_rows,
+)
 from gem_attention.contract import GdpaActivation
 from gem_attention.kernels.generalized_attention.cost import (
     generalized_attention_backward_cost,
@@ -27,16 +35,20 @@ from gem_attention.kernels.generalized_attention.reference import (
     generalized_attention_reference,
 )
 from gem_attention.patterns import visible_pairs as count_visible_pairs
+from gem_attention.tiles import Window
+from gem_attention.tiling.sizes import short_rows
 from gem_jagged.batch import Layout
 from gem_opkit.cost import Cost, register_flops
 from gem_opkit.dims import check_shapes
-from gem_opkit.impl import Impl, resolve_impl
+from gem_opkit.impl import Impl
 
 _NAME = "generalized_attention"
-_HAS_TRITON = False
+_log = logging.getLogger(__name__)
+_announced: set[tuple[Any, ...]] = set()
 
 
-# Lengths are CPU tensors whatever the device of the others: grids and plans come from them.
+# Lengths are CPU tensors whatever the device of the others, for the reference; the kernels follow
+# the offsets alone, and where only these are known the lengths are None.
 # activations: one name for all heads, or one a head, joined by commas.
 @torch.library.custom_op("gem_attention::generalized_attention", mutates_args=())
 def _forward(
@@ -45,16 +57,31 @@ def _forward(
     v_SGV: Tensor,
     q_offsets_O: Tensor,
     k_offsets_O: Tensor,
-    q_lengths_B: Tensor,
-    k_lengths_B: Tensor,
+    q_lengths_B: Tensor | None,
+    k_lengths_B: Tensor | None,
     activations: str,
     left_tokens: int | None,
     right_tokens: int | None,
     scale: float,
+    deterministic: bool,  # noqa: FBT001 - a schema has no keyword-only flags here
     visible_pairs: int,
     impl: str,
 ) -> Tensor:
-    resolve_impl(impl, q_THK.device, _NAME, has_triton=_HAS_TRITON)
+    window = (left_tokens, right_tokens)
+    if choose_implementation(_NAME, impl, q_THK, v_SGV) == "triton":
+        operands = tuple(map(readable_rows, (q_THK, k_SGK, v_SGV)))
+        window = bounded_sides(window)
+        batch = q_offsets_O.shape[0] - 1
+        kernels = _kernels(*operands, batch=batch, window=window, deterministic=False)
+        return kernels.launch_forward(
+            *operands,
+            q_offsets_O.contiguous(),
+            k_offsets_O.contiguous(),
+            window=window,
+            scale=scale,
+            activations=activations,
+        )
+    q_lengths_B, k_lengths_B = demand_lengths(_NAME, q_lengths_B, k_lengths_B)
     return generalized_attention_reference(
         q_THK,
         k_SGK,
@@ -62,7 +89,7 @@ def _forward(
         q_lengths_B,
         k_lengths_B,
         tuple(activations.split(",")),
-        (left_tokens, right_tokens),
+        window,
         scale,
     )
 
@@ -80,16 +107,34 @@ def _backward(
     v_SGV: Tensor,
     q_offsets_O: Tensor,
     k_offsets_O: Tensor,
-    q_lengths_B: Tensor,
-    k_lengths_B: Tensor,
+    q_lengths_B: Tensor | None,
+    k_lengths_B: Tensor | None,
     activations: str,
     left_tokens: int | None,
     right_tokens: int | None,
     scale: float,
+    deterministic: bool,  # noqa: FBT001 - a schema has no keyword-only flags here
     visible_pairs: int,
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    resolve_impl(impl, q_THK.device, _NAME, has_triton=_HAS_TRITON)
+    window = (left_tokens, right_tokens)
+    if choose_implementation(_NAME, impl, q_THK, v_SGV) == "triton":
+        operands = tuple(map(readable_rows, (q_THK, k_SGK, v_SGV)))
+        window = bounded_sides(window)
+        batch = q_offsets_O.shape[0] - 1
+        deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+        kernels = _kernels(*operands, batch=batch, window=window, deterministic=deterministic)
+        return kernels.launch_backward(
+            readable_rows(grad_out_THV),
+            *operands,
+            q_offsets_O.contiguous(),
+            k_offsets_O.contiguous(),
+            window=window,
+            scale=scale,
+            activations=activations,
+            deterministic=deterministic,
+        )
+    q_lengths_B, k_lengths_B = demand_lengths(_NAME, q_lengths_B, k_lengths_B)
     return generalized_attention_backward_reference(
         grad_out_THV,
         q_THK,
@@ -98,7 +143,7 @@ def _backward(
         q_lengths_B,
         k_lengths_B,
         tuple(activations.split(",")),
-        (left_tokens, right_tokens),
+        window,
         scale,
     )
 
@@ -114,6 +159,37 @@ def _(
     )
 
 
+def _kernels(
+    q_THK: Tensor,
+    k_SGK: Tensor,
+    v_SGV: Tensor,
+    *,
+    batch: int,
+    window: Window,
+    deterministic: bool,
+) -> ModuleType:
+    """Return the module whose launchers run, and say once which it is."""
+    from gem_attention.kernels.generalized_attention import kernel
+
+    chosen = kernel
+    # Few queries over many keys are bound by memory, where the plain kernels lack nothing.
+    width = max(q_THK.shape[2], v_SGV.shape[2])
+    few = short_rows(q_THK.shape[0], batch, width=width) == 32
+    if q_THK.is_cuda and not (few and window == (None, None)):
+        from gem_attention.kernels.generalized_attention import kernel_sm90
+
+        if kernel_sm90.supports(
+            q_THK, k_SGK, v_SGV, window=window, deterministic=deterministic, batch=batch
+        ):
+            chosen = kernel_sm90
+    key = (chosen.__name__, q_THK.device.type, q_THK.dtype, q_THK.shape[2], v_SGV.shape[2])
+    if key not in _announced:
+        _announced.add(key)
+        name = chosen.__name__.rpartition(".")[2]
+        _log.info("%s: %s runs on %s for %s, K=%d, V=%d", _NAME, name, *key[1:])
+    return chosen
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:7])
     ctx.rest = inputs[7:]
@@ -123,7 +199,7 @@ def _differentiate(ctx: Any, grad_out_THV: Tensor) -> tuple[Tensor | None, ...]:
     gradients = torch.ops.gem_attention.generalized_attention_backward(
         grad_out_THV, *ctx.saved_tensors, *ctx.rest
     )
-    return (*gradients, *([None] * 10))
+    return (*gradients, *([None] * 11))
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
@@ -168,6 +244,7 @@ def generalized_attention(
     activation: GdpaActivation | tuple[GdpaActivation, ...] = "gelu",
     scale: float | None = None,
     window: tuple[int | None, int | None] = (None, None),
+    deterministic: bool = False,
     visible_pairs: int | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
@@ -187,9 +264,12 @@ def generalized_attention(
         scale: factor of the scores; None for 1/sqrt(K).
         window: keys visible left and right of the query's place, at least 0; None for all. Query
             i of Lq stands at key i + Lk - Lq, so the last query stands at the last key.
+        deterministic: take a backward whose bits are the same in every run, also where a faster
+            one exists; ``torch.use_deterministic_algorithms`` asks for the same.
         visible_pairs: pairs of query and key that see each other, for the FLOP count; None counts
             them from host lengths. Inside ``torch.compile`` it must be given.
-        impl: who computes it; see ``gem_opkit.impl``.
+        impl: who computes it; see ``gem_opkit.impl``. The kernels take float32, bfloat16 and
+            float16 and widths up to 256; ``auto`` gives the rest to the reference.
 
     Returns:
         out_THV in the dtype of q; a query that sees no key gets 0.
@@ -202,9 +282,14 @@ def generalized_attention(
         UnsupportedError: an unknown activation, an ``impl`` that cannot run here, uncounted pairs
             in a graph, and what ``jagged_flash_attention`` refuses of differentiation.
 
-    Numerics: computes and sums in float32 (float64 for float64), rounds once. The reference on a
-        CPU gives the same bits in every run with the same number of threads. What is not finite
-        in a key or value spoils its own sequence, hidden by the window or not, and no other.
+    Numerics: scores, weights and sums in float32 (float64 for float64). The kernels round weights
+        and their gradients to the dtype of q before the second product, float32 not at all (no
+        TF32); the reference rounds once, at the end. For bfloat16 and float16 on NVIDIA GPUs the
+        weights of silu, gelu and fast_gelu are off by up to |x|·2⁻¹², where x is the scaled score,
+        because the tanh in them is the hardware's. Forward bits are the same in every run, those
+        of the backward with ``deterministic``; of the reference on a CPU always, with the same
+        number of threads. What is not finite in a key or value may spoil its own sequence, hidden
+        by the window or not, and no other.
     Cost: 2·H·pairs·(K + V) FLOPs forward and 2·H·pairs·(3K + 2V) backward; no T×S matrix in
         memory.
     Source: Meta's GEM kernels article and its open GDPA kernels for definition and activations.
@@ -223,18 +308,63 @@ def generalized_attention(
         visible_pairs = count_visible_pairs(
             q_layout.lengths, k_layout.lengths, left_tokens, right_tokens
         )
+    return generalized_attention_by_offsets(
+        q_THK,
+        k_SGK,
+        v_SGV,
+        (q_layout.offsets_O, k_layout.offsets_O),
+        (q_layout.lengths, k_layout.lengths),
+        activations=activations,
+        window=(left_tokens, right_tokens),
+        scale=check_scale(_NAME, scale, q_THK.shape[2]),
+        deterministic=deterministic,
+        visible_pairs=visible_pairs,
+        impl=choose_implementation(_NAME, impl, q_THK, v_SGV),
+    )
+
+
+def generalized_attention_by_offsets(
+    q_THK: Tensor,
+    k_SGK: Tensor,
+    v_SGV: Tensor,
+    offsets: tuple[Tensor, Tensor],
+    lengths: tuple[Tensor, Tensor] | None,
+    *,
+    activations: str,
+    window: Window,
+    scale: float,
+    deterministic: bool,
+    visible_pairs: int,
+    impl: str,
+) -> Tensor:
+    """Call the operator with operands that were checked; ``flash_compat`` has no host lengths.
+
+    Args:
+        q_THK: as in ``generalized_attention``.
+        k_SGK: as there.
+        v_SGV: as there.
+        offsets: of queries and keys.
+        lengths: of queries and keys in host memory; None where only the offsets are known.
+        activations: what ``check_activation`` returned.
+        window: as there.
+        scale: factor of the scores, a finite number.
+        deterministic: as there.
+        visible_pairs: as there.
+        impl: what ``choose_implementation`` returned.
+
+    Returns:
+        out_THV.
+    """
     return torch.ops.gem_attention.generalized_attention(
         q_THK,
         k_SGK,
         v_SGV,
-        q_layout.offsets_O,
-        k_layout.offsets_O,
-        q_layout.lengths,
-        k_layout.lengths,
+        *offsets,
+        *(lengths or (None, None)),
         activations,
-        left_tokens,
-        right_tokens,
-        check_scale(_NAME, scale, q_THK.shape[2]),
+        *window,
+        scale,
+        deterministic,
         visible_pairs,
-        resolve_impl(impl, q_THK.device, _NAME, has_triton=_HAS_TRITON),
+        impl,
     )

@@ -1,5 +1,7 @@
 """The operator ``pooled_attention``: schema, fakes, autograd, FLOP formulas, function."""
 
+import logging
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -14,6 +16,7 @@ from gem_attention.checks import (
     check_scale,
     refuse_second_derivative,
 )
+from gem_attention.choosing import choose_implementation, demand_lengths, readable_rows
 from gem_attention.contract import GdpaActivation
 from gem_attention.kernels.pooled_attention.cost import (
     pooled_attention_backward_cost,
@@ -26,17 +29,19 @@ from gem_attention.kernels.pooled_attention.reference import (
 from gem_jagged.batch import Layout
 from gem_opkit.cost import Cost, register_flops
 from gem_opkit.dims import check_shapes
-from gem_opkit.impl import Impl, resolve_impl
+from gem_opkit.impl import Impl
 
 _NAME = "pooled_attention"
-_HAS_TRITON = False
+_log = logging.getLogger(__name__)
+_announced: set[tuple[Any, ...]] = set()
 
 
 def _per_head(activations: str) -> tuple[str, ...] | None:
     return None if activations == "softmax" else tuple(activations.split(","))
 
 
-# Lengths are a CPU tensor whatever the device of the others: grids and plans come from them.
+# Lengths are a CPU tensor whatever the device of the others, for the reference; the kernels follow
+# the offsets alone, and where only these are known the lengths are None.
 # activations: "softmax", or one name for all heads or one a head, joined by commas.
 # k_tokens: keys of all sequences.
 @torch.library.custom_op("gem_attention::pooled_attention", mutates_args=())
@@ -45,22 +50,50 @@ def _forward(
     k_SGK: Tensor,
     v_SGV: Tensor,
     k_offsets_O: Tensor,
-    k_lengths_B: Tensor,
+    k_lengths_B: Tensor | None,
     activations: str,
     scale: float,
+    deterministic: bool,  # noqa: FBT001 - a schema has no keyword-only flags here
     k_tokens: int,
     impl: str,
-) -> Tensor:
-    resolve_impl(impl, seeds_PHK.device, _NAME, has_triton=_HAS_TRITON)
-    return pooled_attention_reference(
+) -> tuple[Tensor, Tensor]:
+    if choose_implementation(_NAME, impl, seeds_PHK, v_SGV) == "triton":
+        operands, scale, _ = _operands(seeds_PHK, k_SGK, v_SGV, activations, scale)
+        kernels = _forward_kernels(*operands, activations)
+        return kernels.launch_forward(
+            *operands, k_offsets_O.contiguous(), activations=activations, scale=scale
+        )
+    (k_lengths_B,) = demand_lengths(_NAME, k_lengths_B)
+    out_BPHV = pooled_attention_reference(
         seeds_PHK, k_SGK, v_SGV, k_lengths_B, _per_head(activations), scale
     )
+    return out_BPHV, _no_lse(seeds_PHK)
+
+
+def _no_lse(seeds_PHK: Tensor) -> Tensor:
+    return seeds_PHK.new_empty((0, *seeds_PHK.shape[:2]), dtype=torch.float32)
 
 
 @_forward.register_fake
-def _(seeds_PHK: Tensor, k_SGK: Tensor, v_SGV: Tensor, k_offsets_O: Tensor, *_: Any) -> Tensor:
-    seeds, heads, _width = seeds_PHK.shape
-    return seeds_PHK.new_empty((k_offsets_O.shape[0] - 1, seeds, heads, v_SGV.shape[2]))
+def _(
+    seeds_PHK: Tensor,
+    k_SGK: Tensor,
+    v_SGV: Tensor,
+    k_offsets_O: Tensor,
+    k_lengths_B: Tensor | None,
+    activations: str,
+    scale: float,
+    deterministic: bool,  # noqa: FBT001 - a schema has no keyword-only flags here
+    k_tokens: int,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    (seeds, heads, _), batch = seeds_PHK.shape, k_offsets_O.shape[0] - 1
+    out_BPHV = seeds_PHK.new_empty((batch, seeds, heads, v_SGV.shape[2]))
+    # Kept for the backward of the kernels; the reference computes it anew.
+    has_lse = activations == "softmax"
+    if has_lse and choose_implementation(_NAME, impl, seeds_PHK, v_SGV) == "triton":
+        return out_BPHV, seeds_PHK.new_empty((batch, seeds, heads), dtype=torch.float32)
+    return out_BPHV, _no_lse(seeds_PHK)
 
 
 @torch.library.custom_op("gem_attention::pooled_attention_backward", mutates_args=())
@@ -70,14 +103,30 @@ def _backward(
     k_SGK: Tensor,
     v_SGV: Tensor,
     out_BPHV: Tensor,
+    lse_BPH: Tensor,
     k_offsets_O: Tensor,
-    k_lengths_B: Tensor,
+    k_lengths_B: Tensor | None,
     activations: str,
     scale: float,
+    deterministic: bool,  # noqa: FBT001 - a schema has no keyword-only flags here
     k_tokens: int,
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    resolve_impl(impl, seeds_PHK.device, _NAME, has_triton=_HAS_TRITON)
+    if choose_implementation(_NAME, impl, seeds_PHK, v_SGV) == "triton":
+        operands, scale, sign = _operands(seeds_PHK, k_SGK, v_SGV, activations, scale)
+        kernels = _backward_kernels(*operands, activations)
+        grad_seeds_PHK, grad_k_SGK, grad_v_SGV = kernels.launch_backward(
+            grad_out_BPHV.contiguous(),
+            *operands,
+            out_BPHV.contiguous(),
+            lse_BPH.contiguous(),
+            k_offsets_O.contiguous(),
+            activations=activations,
+            scale=scale,
+            deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
+        )
+        return -grad_seeds_PHK if sign < 0 else grad_seeds_PHK, grad_k_SGK, grad_v_SGV
+    (k_lengths_B,) = demand_lengths(_NAME, k_lengths_B)
     return pooled_attention_backward_reference(
         grad_out_BPHV,
         seeds_PHK,
@@ -101,16 +150,65 @@ def _(
     )
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:3], output, *inputs[3:5])
+def _operands(
+    seeds_PHK: Tensor, k_SGK: Tensor, v_SGV: Tensor, activations: str, scale: float
+) -> tuple[tuple[Tensor, Tensor, Tensor], float, int]:
+    """Return what the kernels can read, the scale, and the sign that moved into the seeds.
+
+    Softmax takes the maximum before it scales.
+    """
+    sign = -1 if scale < 0 and activations == "softmax" else 1
+    seeds_PHK = -seeds_PHK if sign < 0 else seeds_PHK
+    operands = (readable_rows(seeds_PHK), readable_rows(k_SGK), readable_rows(v_SGV))
+    return operands, sign * scale, sign
+
+
+def _forward_kernels(
+    seeds_PHK: Tensor, k_SGK: Tensor, v_SGV: Tensor, activations: str
+) -> ModuleType:
+    from gem_attention import repeated
+    from gem_attention.kernels.pooled_attention import kernel
+
+    taken = kernel.takes_forward(seeds_PHK, k_SGK, activations)
+    return _announce("forward", kernel if taken else repeated, seeds_PHK, v_SGV)
+
+
+def _backward_kernels(
+    seeds_PHK: Tensor, k_SGK: Tensor, v_SGV: Tensor, activations: str
+) -> ModuleType:
+    from gem_attention import repeated
+    from gem_attention.kernels.pooled_attention import kernel
+
+    taken = kernel.takes_backward(seeds_PHK, k_SGK, v_SGV, activations)
+    return _announce("backward", kernel if taken else repeated, seeds_PHK, v_SGV)
+
+
+def _announce(direction: str, chosen: ModuleType, seeds_PHK: Tensor, v_SGV: Tensor) -> ModuleType:
+    """Say once which launchers run."""
+    seeds, _, width = seeds_PHK.shape
+    what = (seeds_PHK.device.type, seeds_PHK.dtype, seeds, width, v_SGV.shape[2])
+    key = (direction, chosen.__name__, *what)
+    if key not in _announced:
+        _announced.add(key)
+        name = chosen.__name__.rpartition(".")[2]
+        _log.info("%s %s: %s runs on %s for %s, P=%d, K=%d, V=%d", _NAME, direction, name, *what)
+    return chosen
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:5])
     ctx.rest = inputs[5:]
 
 
-def _differentiate(ctx: Any, grad_out_BPHV: Tensor) -> tuple[Tensor | None, ...]:
-    gradients = torch.ops.gem_attention.pooled_attention_backward(
-        grad_out_BPHV, *ctx.saved_tensors, *ctx.rest
-    )
-    return (*gradients, *([None] * 6))
+def _differentiate(
+    ctx: Any, grad_out_BPHV: Tensor | None, _grad_lse_BPH: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors
+    if grad_out_BPHV is None:
+        grad_out_BPHV = torch.zeros_like(saved[3])
+    gradients = torch.ops.gem_attention.pooled_attention_backward(grad_out_BPHV, *saved, *ctx.rest)
+    return (*gradients, *([None] * 7))
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
@@ -157,6 +255,7 @@ def pooled_attention(
     *,
     activation: Literal["softmax"] | GdpaActivation | tuple[GdpaActivation, ...] = "softmax",
     scale: float | None = None,
+    deterministic: bool = False,
     impl: Impl = "auto",
 ) -> Tensor:
     """Pool each sequence with the same queries, the seeds.
@@ -171,7 +270,10 @@ def pooled_attention(
         activation: softmax, or an activation of ``generalized_attention``, or a tuple of these
             with one name for each query head.
         scale: factor of the scores; None for 1/sqrt(K).
-        impl: who computes it; see ``gem_opkit.impl``.
+        deterministic: take a backward whose bits are the same in every run, also where a faster
+            one exists; ``torch.use_deterministic_algorithms`` asks for the same.
+        impl: who computes it; see ``gem_opkit.impl``. The kernels take float32, bfloat16 and
+            float16 and widths up to 256; ``auto`` gives the rest to the reference.
 
     Returns:
         out_BPHV in the dtype of the seeds; 0 for an empty sequence. The gradient of the seeds is
@@ -185,9 +287,15 @@ def pooled_attention(
         UnsupportedError: an unknown activation, an ``impl`` that cannot run here, and what
             ``jagged_flash_attention`` refuses of differentiation.
 
-    Numerics: computes and sums in float32 (float64 for float64), rounds once. The reference on a
-        CPU gives the same bits in every run with the same number of threads.
-    Cost: 2·H·P·S·(K + V) FLOPs forward and 2·H·P·S·(3K + 2V) backward.
+    Numerics: scores, weights and sums in float32 (float64 for float64). The kernels round weights
+        and their gradients to the dtype of the seeds before the second product, float32 not at all
+        (no TF32); the reference rounds once, at the end. The tanh of silu, gelu and fast_gelu is as
+        in ``generalized_attention``. Forward bits are the same in every run, those of the backward
+        up to 64 rows (seeds times query heads that share a key head), beyond with
+        ``deterministic``; of the reference on a CPU always, with the same number of threads. What
+        is not finite in a key or value spoils its own sequence and the gradient of the seeds.
+    Cost: 2·H·P·S·(K + V) FLOPs forward and 2·H·P·S·(3K + 2V) backward; keys and values are read
+        once forward and once backward. More than 64 rows are repeated for every sequence backward.
     Source: Lee et al. 2019 (arXiv:1810.00825); Meta's GEM training article for shared seeds.
     """
     sizes = check_shapes(_NAME, seeds_PHK=seeds_PHK, k_SGK=k_SGK, v_SGV=v_SGV)
@@ -199,14 +307,60 @@ def pooled_attention(
         activations = "softmax"
     else:
         activations = check_activation(_NAME, activation, seeds_PHK.shape[1])
-    return torch.ops.gem_attention.pooled_attention(
+    return pooled_attention_by_offsets(
         seeds_PHK,
         k_SGK,
         v_SGV,
         k_layout.offsets_O,
         k_layout.lengths,
-        activations,
-        check_scale(_NAME, scale, seeds_PHK.shape[2]),
-        k_layout.total_tokens,
-        resolve_impl(impl, seeds_PHK.device, _NAME, has_triton=_HAS_TRITON),
+        activations=activations,
+        scale=check_scale(_NAME, scale, seeds_PHK.shape[2]),
+        deterministic=deterministic,
+        k_tokens=k_layout.total_tokens,
+        impl=choose_implementation(_NAME, impl, seeds_PHK, v_SGV),
     )
+
+
+def pooled_attention_by_offsets(
+    seeds_PHK: Tensor,
+    k_SGK: Tensor,
+    v_SGV: Tensor,
+    k_offsets_O: Tensor,
+    k_lengths_B: Tensor | None,
+    *,
+    activations: str,
+    scale: float,
+    deterministic: bool,
+    k_tokens: int,
+    impl: str,
+) -> Tensor:
+    """Call the operator with operands that were checked; ``flash_compat`` has no host lengths.
+
+    Args:
+        seeds_PHK: as in ``pooled_attention``.
+        k_SGK: as there.
+        v_SGV: as there.
+        k_offsets_O: first key of each sequence.
+        k_lengths_B: keys of each sequence in host memory; None where only the offsets are known.
+        activations: ``"softmax"``, or what ``check_activation`` returned.
+        scale: factor of the scores, a finite number.
+        deterministic: as there.
+        k_tokens: keys of all sequences, for the FLOP count; 0 where they are not known.
+        impl: what ``choose_implementation`` returned.
+
+    Returns:
+        out_BPHV.
+    """
+    out_BPHV, _ = torch.ops.gem_attention.pooled_attention(
+        seeds_PHK,
+        k_SGK,
+        v_SGV,
+        k_offsets_O,
+        k_lengths_B,
+        activations,
+        scale,
+        deterministic,
+        k_tokens,
+        impl,
+    )
+    return out_BPHV

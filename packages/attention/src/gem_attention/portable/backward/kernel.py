@@ -1,13 +1,16 @@
-"""The split backward of ``jagged_flash_attention`` in plain Triton.
+"""The split backward of attention over jagged batches in plain Triton, softmax or an activation.
 
 One kernel writes delta and the logsumexp as the others read them, one the gradient of q, one those
-of k and v; ``kernel.py`` beside the operator launches them.
+of k and v; ``gem_attention.portable.launching`` launches them. An activation has neither delta nor
+logsumexp: its weights and their slopes follow from the scores alone, and a pair beyond the end of a
+side, whose rows are read as 0, adds nothing. ACTIVATIONS is as in the forward.
 """
 
 import triton
 import triton.language as tl
 
-from gem_attention.portable.device import COUNTS, PRECISION, exponential
+from gem_attention.portable.activations.device import activated_with_slope
+from gem_attention.portable.device import COUNTS, PRECISION, add_product, exponential
 from gem_attention.tiling.device import load_rows, ranges, sequence, store_rows, visible
 
 
@@ -74,6 +77,7 @@ def _sum_over_keys(
     right,
     k_tokens,
     factor,
+    h,
     MASKED: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
@@ -82,6 +86,8 @@ def _sum_over_keys(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     NATURAL: tl.constexpr,
+    ACTIVATIONS: tl.constexpr,
+    FAST: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
     """Add what one tile of keys gives to the gradient of q."""
@@ -89,14 +95,19 @@ def _sum_over_keys(
     v_sv = load_rows(v_ptr, stride_v_s, s0, k_tokens, MASKED, BLOCK_S, VALUE_WIDTH, BLOCK_V)
     score_ts = tl.dot(q_tk, tl.trans(k_sk), input_precision=PRECISION)  # [T, K] @ [K, S] -> [T, S]
     grad_p_ts = tl.dot(grad_tv, tl.trans(v_sv), input_precision=PRECISION)  # [T, V] @ [V, S]
-    p_ts = exponential(score_ts * factor - lse2_t[:, None], NATURAL)
-    grad_s_ts = p_ts * (grad_p_ts - delta_t[:, None])
-    if MASKED:
+    if ACTIVATIONS == "softmax":
+        p_ts = exponential(score_ts * factor - lse2_t[:, None], NATURAL)
+        grad_s_ts = p_ts * (grad_p_ts - delta_t[:, None])
+    else:
+        _, slope_ts = activated_with_slope(score_ts, factor, h, ACTIVATIONS, FAST)
+        grad_s_ts = slope_ts * grad_p_ts
+    if MASKED and (ACTIVATIONS == "softmax" or HAS_LEFT or HAS_RIGHT):
         s = s0 + tl.arange(0, BLOCK_S)
         seen = visible(t[:, None], s[None, :], shift, left, right, k_tokens, HAS_LEFT, HAS_RIGHT)
         grad_s_ts = tl.where(seen, grad_s_ts, 0.0)
     # [T, S] @ [S, K] -> [T, K]
-    return tl.dot(grad_s_ts.to(k_sk.dtype), k_sk, grad_q_tk, input_precision=PRECISION)
+    APART: tl.constexpr = NATURAL and ACTIVATIONS != "softmax"
+    return add_product(grad_q_tk, grad_s_ts.to(k_sk.dtype), k_sk, factor, APART)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -134,6 +145,8 @@ def jagged_flash_attention_backward_queries_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     NATURAL: tl.constexpr,
+    ACTIVATIONS: tl.constexpr,
+    FAST: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_S: tl.constexpr,
     HAS_LEFT: tl.constexpr,
@@ -162,9 +175,12 @@ def jagged_flash_attention_backward_queries_kernel(
 
     q_tk = load_rows(q_ptr, stride_q_t, first, ql, True, BLOCK_T, WIDTH, BLOCK_K)
     grad_tv = load_rows(grad_out_ptr, stride_g_t, first, ql, True, BLOCK_T, VALUE_WIDTH, BLOCK_V)
-    row = h * q_tokens.to(tl.int64) + q_begin + t
-    lse2_t = tl.load(lse2_ptr + row, mask=t < ql, other=float("inf"))
-    delta_t = tl.load(delta_ptr + row, mask=t < ql, other=0.0)
+    lse2_t = tl.zeros([BLOCK_T], tl.float32)
+    delta_t = lse2_t
+    if ACTIVATIONS == "softmax":
+        row = h * q_tokens.to(tl.int64) + q_begin + t
+        lse2_t = tl.load(lse2_ptr + row, mask=t < ql, other=float("inf"))
+        delta_t = tl.load(delta_ptr + row, mask=t < ql, other=0.0)
     grad_q_tk = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
     low, begin_whole, end_whole, high = ranges(
         first,
@@ -181,23 +197,25 @@ def jagged_flash_attention_backward_queries_kernel(
         for s0 in tl.range(low, begin_whole, BLOCK_S, num_stages=STAGES):
             grad_q_tk = _sum_over_keys(
                 grad_q_tk, q_tk, grad_tv, lse2_t, delta_t, k_ptr, v_ptr, stride_k_s, stride_v_s,
-                s0, t, shift, left, right, kl, factor, True, HAS_LEFT, HAS_RIGHT,
-                WIDTH, VALUE_WIDTH, BLOCK_K, BLOCK_V, NATURAL, BLOCK_S,
+                s0, t, shift, left, right, kl, factor, h, True, HAS_LEFT, HAS_RIGHT,
+                WIDTH, VALUE_WIDTH, BLOCK_K, BLOCK_V, NATURAL, ACTIVATIONS, FAST, BLOCK_S,
             )  # fmt: skip
     for s0 in tl.range(begin_whole, end_whole, BLOCK_S, num_stages=STAGES):
         grad_q_tk = _sum_over_keys(
             grad_q_tk, q_tk, grad_tv, lse2_t, delta_t, k_ptr, v_ptr, stride_k_s, stride_v_s,
-            s0, t, shift, left, right, kl, factor, False, HAS_LEFT, HAS_RIGHT,
-            WIDTH, VALUE_WIDTH, BLOCK_K, BLOCK_V, NATURAL, BLOCK_S,
+            s0, t, shift, left, right, kl, factor, h, False, HAS_LEFT, HAS_RIGHT,
+            WIDTH, VALUE_WIDTH, BLOCK_K, BLOCK_V, NATURAL, ACTIVATIONS, FAST, BLOCK_S,
         )  # fmt: skip
     for s0 in tl.range(end_whole, high, BLOCK_S, num_stages=1):
         grad_q_tk = _sum_over_keys(
             grad_q_tk, q_tk, grad_tv, lse2_t, delta_t, k_ptr, v_ptr, stride_k_s, stride_v_s,
-            s0, t, shift, left, right, kl, factor, True, HAS_LEFT, HAS_RIGHT,
-            WIDTH, VALUE_WIDTH, BLOCK_K, BLOCK_V, NATURAL, BLOCK_S,
+            s0, t, shift, left, right, kl, factor, h, True, HAS_LEFT, HAS_RIGHT,
+            WIDTH, VALUE_WIDTH, BLOCK_K, BLOCK_V, NATURAL, ACTIVATIONS, FAST, BLOCK_S,
         )  # fmt: skip
-    # NaN that arrives for a row without keys has reached that row of the products.
-    grad_q_tk = tl.where((lse2_t == float("inf"))[:, None], 0.0, grad_q_tk * scale)
+    grad_q_tk = grad_q_tk * scale
+    if ACTIVATIONS == "softmax":
+        # NaN that arrives for a row without keys has reached that row of the products.
+        grad_q_tk = tl.where((lse2_t == float("inf"))[:, None], 0.0, grad_q_tk)
     store_rows(grad_q_ptr, HEADS * WIDTH, first, ql, grad_q_tk, BLOCK_T, WIDTH, BLOCK_K)
 
 
@@ -221,6 +239,7 @@ def _sum_over_queries(
     q_tokens,
     k_tokens,
     factor,
+    h,
     MASKED: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
@@ -229,6 +248,8 @@ def _sum_over_queries(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     NATURAL: tl.constexpr,
+    ACTIVATIONS: tl.constexpr,
+    FAST: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     """Add what one tile of queries gives to the gradients of k and v."""
@@ -237,23 +258,32 @@ def _sum_over_queries(
     grad_tv = load_rows(
         grad_out_ptr, stride_g_t, t0, q_tokens, MASKED, BLOCK_T, VALUE_WIDTH, BLOCK_V
     )
-    if MASKED:
-        lse2_t = tl.load(lse2_ptr + t, mask=t < q_tokens, other=float("inf"))
-        delta_t = tl.load(delta_ptr + t, mask=t < q_tokens, other=0.0)
-    else:
-        lse2_t = tl.load(lse2_ptr + t)
-        delta_t = tl.load(delta_ptr + t)
     score_st = tl.dot(k_sk, tl.trans(q_tk), input_precision=PRECISION)  # [S, K] @ [K, T] -> [S, T]
-    p_st = exponential(score_st * factor - lse2_t[None, :], NATURAL)
+    if ACTIVATIONS == "softmax":
+        if MASKED:
+            lse2_t = tl.load(lse2_ptr + t, mask=t < q_tokens, other=float("inf"))
+            delta_t = tl.load(delta_ptr + t, mask=t < q_tokens, other=0.0)
+        else:
+            lse2_t = tl.load(lse2_ptr + t)
+            delta_t = tl.load(delta_ptr + t)
+        p_st = exponential(score_st * factor - lse2_t[None, :], NATURAL)
+    else:
+        p_st, slope_st = activated_with_slope(score_st, factor, h, ACTIVATIONS, FAST)
     if MASKED and (HAS_LEFT or HAS_RIGHT):
         seen = visible(t[None, :], s[:, None], shift, left, right, k_tokens, HAS_LEFT, HAS_RIGHT)
         p_st = tl.where(seen, p_st, 0.0)
     grad_p_st = tl.dot(v_sv, tl.trans(grad_tv), input_precision=PRECISION)  # [S, V] @ [V, T]
     # [S, T] @ [T, V] -> [S, V]
-    grad_v_sv = tl.dot(p_st.to(grad_tv.dtype), grad_tv, grad_v_sv, input_precision=PRECISION)
-    grad_s_st = p_st * (grad_p_st - delta_t[None, :])
+    APART: tl.constexpr = NATURAL and ACTIVATIONS != "softmax"
+    grad_v_sv = add_product(grad_v_sv, p_st.to(grad_tv.dtype), grad_tv, factor, APART)
+    if ACTIVATIONS == "softmax":
+        grad_s_st = p_st * (grad_p_st - delta_t[None, :])
+    else:
+        grad_s_st = slope_st * grad_p_st
+        if MASKED and (HAS_LEFT or HAS_RIGHT):
+            grad_s_st = tl.where(seen, grad_s_st, 0.0)
     # [S, T] @ [T, K] -> [S, K]
-    grad_k_sk = tl.dot(grad_s_st.to(q_tk.dtype), q_tk, grad_k_sk, input_precision=PRECISION)
+    grad_k_sk = add_product(grad_k_sk, grad_s_st.to(q_tk.dtype), q_tk, factor, APART)
     return grad_k_sk, grad_v_sv
 
 
@@ -293,6 +323,8 @@ def jagged_flash_attention_backward_keys_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     NATURAL: tl.constexpr,
+    ACTIVATIONS: tl.constexpr,
+    FAST: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_S: tl.constexpr,
     HAS_LEFT: tl.constexpr,
@@ -343,22 +375,22 @@ def jagged_flash_attention_backward_keys_kernel(
                 grad_k_sk, grad_v_sv = _sum_over_queries(
                     grad_k_sk, grad_v_sv, k_sk, v_sv, q_h_ptr, grad_h_ptr, lse2_h_ptr,
                     delta_h_ptr, stride_q_t, stride_g_t, t0, s, shift, left, right, ql, kl,
-                    factor, True, HAS_LEFT, HAS_RIGHT,
-                    WIDTH, VALUE_WIDTH, BLOCK_K, BLOCK_V, NATURAL, BLOCK_T,
+                    factor, h, True, HAS_LEFT, HAS_RIGHT,
+                    WIDTH, VALUE_WIDTH, BLOCK_K, BLOCK_V, NATURAL, ACTIVATIONS, FAST, BLOCK_T,
                 )  # fmt: skip
         for t0 in tl.range(begin_whole, end_whole, BLOCK_T, num_stages=STAGES):
             grad_k_sk, grad_v_sv = _sum_over_queries(
                 grad_k_sk, grad_v_sv, k_sk, v_sv, q_h_ptr, grad_h_ptr, lse2_h_ptr,
                 delta_h_ptr, stride_q_t, stride_g_t, t0, s, shift, left, right, ql, kl,
-                factor, False, HAS_LEFT, HAS_RIGHT,
-                WIDTH, VALUE_WIDTH, BLOCK_K, BLOCK_V, NATURAL, BLOCK_T,
+                factor, h, False, HAS_LEFT, HAS_RIGHT,
+                WIDTH, VALUE_WIDTH, BLOCK_K, BLOCK_V, NATURAL, ACTIVATIONS, FAST, BLOCK_T,
             )  # fmt: skip
         for t0 in tl.range(end_whole, high, BLOCK_T, num_stages=1):
             grad_k_sk, grad_v_sv = _sum_over_queries(
                 grad_k_sk, grad_v_sv, k_sk, v_sv, q_h_ptr, grad_h_ptr, lse2_h_ptr,
                 delta_h_ptr, stride_q_t, stride_g_t, t0, s, shift, left, right, ql, kl,
-                factor, True, HAS_LEFT, HAS_RIGHT,
-                WIDTH, VALUE_WIDTH, BLOCK_K, BLOCK_V, NATURAL, BLOCK_T,
+                factor, h, True, HAS_LEFT, HAS_RIGHT,
+                WIDTH, VALUE_WIDTH, BLOCK_K, BLOCK_V, NATURAL, ACTIVATIONS, FAST, BLOCK_T,
             )  # fmt: skip
     grad_k_ptr += (k_begin * KV_HEADS + g) * WIDTH
     grad_v_ptr += (k_begin * KV_HEADS + g) * VALUE_WIDTH

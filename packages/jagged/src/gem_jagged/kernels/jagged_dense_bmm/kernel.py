@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gem_jagged.device import sequence_of
+from gem_jagged.device import last_sequence
 from gem_jagged.launching import in_a_row, on_device
 from gem_jagged.sums.kernel import add_long_sums, launch_sum
 
@@ -23,7 +23,7 @@ def _rows_kernel(
     HAS_BIAS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(0).to(tl.int64)
-    b = sequence_of(offsets_ptr, offsets_ptr, slot, slot, slot, batch, BLOCK_T, False)
+    b = last_sequence(offsets_ptr, offsets_ptr, slot, batch, BLOCK_T, False).to(tl.int64)
     # The rows behind the last offset are a sequence without a matrix: they get 0.
     known = b < batch
     begin = tl.load(offsets_ptr + b).to(tl.int64)
@@ -66,7 +66,7 @@ def _matrix_kernel(
     PIECE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(0).to(tl.int64)
-    b = sequence_of(offsets_ptr, offsets_ptr, slot, slot, slot, batch, PIECE, False)
+    b = last_sequence(offsets_ptr, offsets_ptr, slot, batch, PIECE, False).to(tl.int64)
     if b < batch:
         begin = tl.load(offsets_ptr + b).to(tl.int64)
         end = tl.load(offsets_ptr + b + 1).to(tl.int64)

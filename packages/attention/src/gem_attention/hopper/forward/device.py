@@ -1,0 +1,93 @@
+"""What the forward kernels on Hopper share: items, loads, stores, and the activation of a head."""
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from gem_attention.hopper.device import BOUND, item_at, items_of, sequence_rows
+
+
+@gluon.jit
+def item_of(turn, lists, HEADS: gl.constexpr):
+    """Return head, tile, and begin and length of both sides of the item of a turn."""
+    tiles, _, q_offsets, k_offsets, batch, q_tokens, k_tokens = lists
+    item = item_at(turn, gl.num_programs(0), gl.program_id(0))
+    entry = tiles + 2 * (item // HEADS)
+    sequence = gl.load(entry)
+    tile = gl.load(entry + 1)
+    q_begin, q_length = sequence_rows(q_offsets, sequence, batch, q_tokens, True)
+    k_begin, k_length = sequence_rows(k_offsets, sequence, batch, k_tokens, False)
+    return item % HEADS, tile, q_begin, q_length, k_begin, k_length
+
+
+@gluon.jit
+def turns_of(lists, HEADS: gl.constexpr):
+    """Return how many items this program does."""
+    return items_of(gl.load(lists[1]) * HEADS, gl.num_programs(0), gl.program_id(0))
+
+
+@gluon.jit
+def load_rows(desc, smem, full, begin, length, row, col):
+    """Load rows [row, row + ROWS) of a sequence and the columns of one head."""
+    ROWS: gl.constexpr = smem.shape[0]
+    WIDTH: gl.constexpr = smem.shape[1]
+    mbarrier.expect(full, ROWS * WIDTH * 2)
+    tma.async_copy_global_to_shared(
+        desc,
+        [BOUND, begin + length, BOUND - length + row, col],
+        full,
+        smem._reinterpret(smem.dtype, [1, 1, ROWS, WIDTH], desc.layout),
+    )
+
+
+@gluon.jit
+def store_rows(o_desc, o_tile, out, begin, length, row, col):
+    """Store rows of a sequence by TMA, when the buffer is free again."""
+    ROWS: gl.constexpr = o_tile.shape[0]
+    WIDTH: gl.constexpr = o_tile.shape[1]
+    tma.store_wait(0)
+    o_tile.store(out)
+    fence_async_shared()
+    tma.async_copy_shared_to_global(
+        o_desc,
+        [BOUND, begin + length, BOUND - length + row, col],
+        o_tile._reinterpret(o_tile.dtype, [1, 1, ROWS, WIDTH], o_desc.layout),
+    )
+
+
+# Functions of numbers and strings alone: Triton 3.6 takes no element of a tuple for a constant.
+@triton.constexpr_function
+def names(activations):
+    """Return how many different names there are."""
+    return len(set(activations.split(",")))
+
+
+@triton.constexpr_function
+def name(activations, which):
+    """Return one of the different names."""
+    return list(dict.fromkeys(activations.split(",")))[which]
+
+
+@triton.constexpr_function
+def _holds(activations, head, which):
+    given = activations.split(",")
+    return given[head] == list(dict.fromkeys(given))[which]
+
+
+@gluon.jit
+def has(head, ACTIVATIONS: gl.constexpr, WHICH: gl.constexpr):
+    """Whether a head has one of the different names."""
+    found = True
+    if names(ACTIVATIONS) > 1:
+        found = head < 0
+        for h in gl.static_range(heads(ACTIVATIONS)):
+            if _holds(ACTIVATIONS, h, WHICH):
+                found = found | (head == h)
+    return found
+
+
+@triton.constexpr_function
+def heads(activations):
+    """Return how many heads are named."""
+    return len(activations.split(","))
