@@ -40,7 +40,7 @@ TIMING_FIELDS = {
     *("peak_frac", "ceiling_frac", "peers", "peak_source", "ceilings"),
 }
 # Benchmarks of whole runs: their rows hold metrics and speed of training, not one operator's time.
-RUN_BENCHES = {"quality", "metrics"}
+RUN_BENCHES = {"quality", "metrics", "faults", "long_histories"}
 
 # A drawer: its name says nothing of what is in it.
 DRAWERS = re.compile(
@@ -170,7 +170,10 @@ def test_page_of_dims_is_the_legend_of_the_code():
     assert (ROOT / "docs" / "dims.md").read_text() == dims_markdown()
 
 
-ROOMS = ("", "data", "data/checks", "data/statistics", "model", "train", "report", "doctor")
+ROOMS = (
+    *("", "data", "data/checks", "data/declared", "data/statistics"),
+    *("model", "train", "report", "doctor"),
+)
 
 
 @pytest.mark.parametrize("room", ROOMS)

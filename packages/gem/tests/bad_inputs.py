@@ -50,6 +50,7 @@ device = "cpu"
 """
 TRAIN = ("train", "recipe.toml", "--out", "new")
 RESUME = ("train", "recipe.toml", "--out", "run", "--resume")
+PREPARE = ("data", "prepare", "log.toml", "--out", "new")
 PREDICT = ("predict", "run", "--out", "new")
 EXAMPLES = "data/examples/part-00000.parquet"
 
@@ -76,6 +77,13 @@ class Case:
 def write(path: str, content: str | bytes) -> Callable[[], object]:
     data = content.encode() if isinstance(content, str) else content
     return lambda: (Path(path).parent.mkdir(exist_ok=True), Path(path).write_bytes(data))
+
+
+def own_log(words: str, log: str | bytes = "user,item,time,click\n") -> Callable[[], object]:
+    """A CSV file and its declaration."""
+    head = 'name = "mine"\n[examples]\nfile = "log.csv"\nuser = "user"\nitem = "item"\n'
+    head += 'time = "time"\ntime_format = "iso"\nlabels = [{ name = "click", column = "click" }]\n'
+    return lambda: (write("log.toml", head + words)(), write("log.csv", log)())
 
 
 def replaced(path: str, before: str, after: str) -> Callable[[], None]:
@@ -193,6 +201,14 @@ CASES = (
     Case("The recipe", "a value out of its range", set_key("train.batch_examples=0")),
     Case("The recipe", "an unknown kind of model", set_key("model.kind=gen")),
     Case("The recipe", "two keys that do not fit", set_key("train.window_steps=30")),
+    Case(
+        *("The recipe", "an early stop without evaluations"),
+        set_key("train.interim.stop_after=3"),
+    ),
+    Case(
+        *("The recipe", "an evaluation of a task that is not there"),
+        (*set_key("train.interim.every_steps=2"), "--set", "train.interim.task=clik"),
+    ),
     Case("The recipe", "an input named twice", set_key('data.inputs=["item_id", "item_id"]')),
     Case(
         *("The recipe", "a field of a stream named twice"),
@@ -252,6 +268,38 @@ CASES = (
     ),
     Case("The data set", "a place that is taken", ("data", "prepare", "synthetic", "--out", "run")),
     Case("The data set", "data check of something else", ("data", "check", "run")),
+    Case(
+        *("A log of one's own", "a column whose name is no name", PREPARE),
+        own_log('numbers = ["Preis EUR"]\n'),
+    ),
+    Case(
+        *("A log of one's own", "another separator", PREPARE),
+        own_log("", "user;item;time;click\na;x;2025-01-01;0\n"),
+    ),
+    Case(
+        *("A log of one's own", "another encoding", PREPARE),
+        own_log("", "user,item,time,click\na,Händy,2025-01-01,0\n".encode("cp1252")),
+    ),
+    Case(
+        *("A log of one's own", "a column that is called otherwise", PREPARE),
+        own_log("", "user,item,time,clicked\na,x,2025-01-01,0\n"),
+    ),
+    Case(
+        *("A log of one's own", "a label in words", PREPARE),
+        own_log("", "user,item,time,click\na,x,2025-01-01,\na,x,2025-01-02,yes\n"),
+    ),
+    Case(
+        *("A log of one's own", "a number with a unit", PREPARE),
+        own_log('numbers = ["price"]\n', "user,item,time,click,price\na,x,2025-01-01,0,1 EUR\n"),
+    ),
+    Case(
+        *("A log of one's own", "a time of another form", PREPARE),
+        own_log("", "user,item,time,click\na,x,2025-01-01,0\na,x,01.02.2025,0\n"),
+    ),
+    Case(
+        *("A log of one's own", "a row without a user", PREPARE),
+        own_log("", "user,item,time,click\n,x,2025-01-01,0\n"),
+    ),
     Case("The run", "a folder that is in use", ("train", "recipe.toml", "--out", "run")),
     Case(
         "The run", "a file in place of the folder", ("train", "recipe.toml", "--out", "recipe.toml")
@@ -263,11 +311,15 @@ CASES = (
     Case(
         "The run",
         "a checkpoint with one flipped bit",
-        RESUME,
+        ("eval", "run"),
         flip("run/checkpoints/step-4/__0_0.distcp"),
     ),
     Case("The run", "no checkpoint that is whole", RESUME, all_checkpoints_cut),
     Case("The run", "no such run", ("eval", "nowhere")),
+    Case(
+        *("The run", "weights to a file that is there"),
+        ("export-weights", "run", "--out", "recipe.toml"),
+    ),
     Case(
         *("The run", "a run without a checkpoint", ("eval", "run")),
         lambda: shutil.rmtree("run/checkpoints"),
@@ -397,17 +449,25 @@ rows.
 
 Faults that a table cannot show:
 
-- **Ctrl-C or SIGTERM** during training ends after the step, with a checkpoint, and prints the
-  command that goes on from there (exit code 130, or 143). Before the first step and in every other
-  command Ctrl-C ends at once with `interrupted`. What was being written never counts, and the next
-  try removes it.
+- **Ctrl-C or SIGTERM** during training and its evaluations ends after the step, with a checkpoint,
+  and prints the command that goes on from there: exit code 130, and 0 after SIGTERM, as a scheduler
+  wants it. A second one ends at once. Before the first step and in every other command Ctrl-C ends
+  at once with `interrupted`. SIGTERM ends `gem eval` and `gem predict` with `terminated; nothing
+  was written` (143). What was being written never counts, and the next try removes it.
 - **A full disk** while a checkpoint is written ends the run with `checkpoint: run/checkpoints must
   take another checkpoint; got [Errno 28] No space left on device: ...; free space there, then
-  continue with --resume`. The checkpoint before it is whole; the torn one is removed.
+  continue with --resume`. The checkpoint before it is whole; the torn one is removed. With
+  `train.checkpoint_failure = "go_on"` the run warns and tries again at the next one.
 - **A kill** while a checkpoint is written leaves a folder `partial-step-N`, which never counts and
-  which the next checkpoint removes. A checkpoint whose files are gone or cut short is passed over,
-  in a line that says so, while an older one is whole; one whose bytes changed is refused by its
-  name. Where none is whole `--resume` refuses, as to begin anew would overwrite the log.
+  which the next checkpoint removes.
+- **A damaged checkpoint**, with files gone, cut short or one bit changed, is passed over by
+  `--resume` in a line that says so, and kept as `damaged-step-N`; the one before it is taken, and
+  the steps since are trained again, with the same result. Where none is whole `--resume` refuses,
+  as to begin anew would overwrite the log.
+- **A loss or a gradient that is NaN or infinite** ends the run before the weights move, with a
+  checkpoint: `gem train: loss must be finite; got nan in step 5; its batch (rows 128 to 159 of the
+  log) is in run/faulty-batches/step-5-rank-0.pt; lower train.dense.lr or ...`. With
+  `train.guard.nonfinite = "skip"` the step is left out and counted.
 - **Under torchrun** rank 0 tells what every rank finds; the line of another rank begins with
   `rank N:`. The launcher then prints a report of its own, which repeats the line at its end.
 - **Too little memory** is told as such; the fix is a smaller batch, table or model.

@@ -19,6 +19,7 @@ import pytest
 from gem.cli import main
 from gem.config import shipped_recipes
 from gem.data.prepare import NAMES, default_folder, prepare
+from gem.train import held_out
 
 RESULTS = ("steps", "examples", "progressive", "valid", "test")
 
@@ -289,23 +290,87 @@ def test_a_termination_outside_the_loop_says_how_to_go_on(gem, tiny_file, data, 
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr("gem.train.loop.train", evaluate_for_ever)
     code, out, err = gem("train", tiny_file, "--set", data)
-    assert code == 128 + signal.SIGTERM
+    assert code == 0
     assert "terminated. Continue with:" in err + out and "--resume" in err + out
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_two_ranks_reach_what_one_reaches_and_one_continues_them(gem, tiny_file, data):
+def test_a_termination_ends_training_and_its_evaluations_well(
+    gem, tiny_file, data, tmp_path, monkeypatch
+):
+    """The scheduler's way: a checkpoint, exit code 0, and the same run when it goes on."""
+    train = ("train", tiny_file, "--set", data, "--json")
+    _, out, _ = gem(*train, "--out", "whole")
+    unbroken = json.loads(out)
+    words = (*train, "--out", "part", "--set", "train.checkpoint_every_steps=1")
+    monkeypatch.setattr(sys, "argv", ["gem", *map(str, words)])
+    # From the fork server, which has torch loaded.
+    stopped = multiprocessing.get_context("forkserver").Process(target=main)
+    stopped.start()
+    wait_for(tmp_path / "part" / "checkpoints" / "step-2", stopped.is_alive)
+    stopped.terminate()
+    stopped.join(60)
+    assert stopped.exitcode == 0
+    assert not (tmp_path / "part" / "summary.json").exists()
+
+    # Now within the evaluation at the end.
+    asked = held_out.asked_to_stop
+
+    def terminated(run):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return asked(run)
+
+    monkeypatch.setattr(held_out, "asked_to_stop", terminated)
+    code, out, err = gem(*train, "--out", "part", "--resume")
+    assert (code, json.loads(out)) == (0, {"finished": False, "steps": 10, "folder": "part"})
+    assert "stopped after step 10; the checkpoint is written. Continue with:" in err
+    assert not (tmp_path / "part" / "summary.json").exists()
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["gem", *map(str, (*train, "--out", "part", "--resume"))])
+    code, out, err = gem(*train, "--out", "part", "--resume")
+    assert code == 0, err
+    assert results(json.loads(out)) == results(unbroken)
+
+
+def test_a_termination_of_a_command_that_only_reads_leaves_nothing_half_written(
+    gem, tiny_file, data, tmp_path, monkeypatch
+):
+    code, _, err = gem("train", tiny_file, "--set", data, "--out", "run", "--json")
+    assert code == 0, err
+
+    def terminated(run):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(20)
+
+    monkeypatch.setattr(held_out, "asked_to_stop", terminated)
+    before = sorted(path.name for path in (tmp_path / "run").iterdir())
+    for words in (("eval", "run", "--predictions"), ("predict", "run", "--out", "new")):
+        code, _, err = gem(*words)
+        assert (code, err) == (128 + signal.SIGTERM, "terminated; nothing was written\n")
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "tiny.toml"]
+
+
+def test_two_ranks_continue_one_reach_what_it_reaches_and_one_continues_them(gem, tiny_file, data):
     train = ("train", tiny_file, "--set", data, "--set", "model.dropout=0.0", "--json")
     # 33 does not divide by 2, and the last batch of 23 is smaller.
     train = (*train, "--set", "train.batch_examples=33", "--set", "train.predictions=true")
+    for setting in ("accumulation_parts=2", "interim.every_steps=2", "guard.nonfinite=skip"):
+        train = (*train, "--set", f"train.{setting}")
     _, out, _ = gem(*train, "--out", "one")
     one = json.loads(out)
+    shutil.copytree("one", "two")
+    for step in (6, 9, 10):
+        shutil.rmtree(f"two/checkpoints/step-{step}")
     ranks = start(
         *("torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", "gem"),
-        *(*train, "--out", "two"),
+        *(*train, "--out", "two", "--resume"),
     )
     out, err = ranks.communicate(timeout=120)
     assert ranks.returncode == 0, err
+    assert "continue from two/checkpoints/step-3" in err
+    assert json.loads(Path("two/checkpoints/step-10/manifest.json").read_text())["world_size"] == 2
     two = json.loads(out)
     assert (two["world_size"], two["examples"], two["steps"]) == (2, 320, 10)
     # What is done once a batch is done once a rank.

@@ -4,8 +4,10 @@ import importlib.util
 import io
 import json
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -60,6 +62,10 @@ def test_a_sound_installation(found, threads):
     assert found.packages["torch"].version == torch.__version__
     assert found.packages["gem_attention"].version is not None
     assert {part.state for name, part in found.packages.items() if PARTS[name].needed} == {"loads"}
+    # Everything that is declared is looked for.
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    declared = {re.match(r"[\w-]+", line)[0] for line in project["dependencies"]}
+    assert declared <= {name for part in PARTS.values() for name in part.distributions}
     cpu = found.devices["cpu"]
     assert (cpu.kind, cpu.capability) == ("cpu", None)
     assert cpu.memory_bytes > 2**30

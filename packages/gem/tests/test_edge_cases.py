@@ -42,7 +42,7 @@ STANDS_IN: dict[int, tuple[str, ...]] = {
     # Loading on another number of ranks.
     78: (
         "train/test_checkpoint.py::test_two_ranks_save_and_other_numbers_of_ranks_load",
-        "test_cli.py::test_two_ranks_reach_what_one_reaches_and_one_continues_them",
+        "test_cli.py::test_two_ranks_continue_one_reach_what_it_reaches_and_one_continues_them",
     ),
     # The learning rate after a resume.
     80: ("test_edge_cases.py::test_the_rate_goes_on_at_the_exact_next_value",),
@@ -51,6 +51,7 @@ STANDS_IN: dict[int, tuple[str, ...]] = {
         "train/test_checkpoint.py::test_a_damaged_checkpoint_is_passed_over",
         "train/test_checkpoint.py::test_a_save_that_dies_leaves_the_previous_checkpoint",
         "train/test_checkpoint.py::test_a_flipped_bit_that_keeps_the_size_is_named",
+        "train/test_resume_after_damage.py::test_the_one_before_it_is_taken",
         "test_cli.py::test_killed_and_resumed_equals_unbroken",
     ),
     # Ranks with fewer batches, or none.
@@ -64,8 +65,12 @@ STANDS_IN: dict[int, tuple[str, ...]] = {
     99: (
         "data/test_reader.py::test_every_row_once_when_the_number_of_ranks_changes_on_resume",
         "data/test_reader.py::test_resume_gives_exactly_the_batches_from_there_on",
+        "data/test_workers.py::test_every_row_once_from_two_ranks_of_two_workers_to_one_of_three",
     ),
-    100: ("train/test_loop.py::test_a_run_stopped_between_checkpoints_continues_bit_for_bit",),
+    100: (
+        "train/test_loop.py::test_a_run_stopped_between_checkpoints_continues_bit_for_bit",
+        "data/test_workers.py::test_batches_equal_those_without_workers",
+    ),
     # A rank dies between two others' collectives.
     102: ("test_edge_cases.py::test_a_killed_rank_ends_the_job_and_the_run_goes_on",),
     # MFU.
@@ -94,6 +99,7 @@ STANDS_IN: dict[int, tuple[str, ...]] = {
         "data/test_dataset.py::test_nulls_become_the_declared_fill",
         "data/test_dataset.py::test_missing_list_is_one_fill_and_an_empty_one_is_none",
         "test_bad_input_processes.py::test_what_is_normal_trains",
+        "data/test_adapters.py::test_criteo_line_with_empty_cells",
     ),
     # Versions that do not fit each other.
     114: ("test_doctor.py::test_torchrec_and_fbgemm_are_judged_together",),

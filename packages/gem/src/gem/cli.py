@@ -105,7 +105,9 @@ def train(
         str,
         typer.Argument(
             metavar="RECIPE",
-            help="A TOML file, or one of kuairand-days, ml100k-din, ml100k-time, synthetic-debug.",
+            help="A TOML file, or one of complete-journey, criteo, kuairand-days, ml-latest-time, "
+            "ml100k-din, ml100k-time, ml1m-time, own-log, synthetic-debug, taobao-ads, "
+            "taobao-behavior.",
         ),
     ],
     settings: _Set = None,
@@ -121,11 +123,16 @@ def train(
         bool,
         typer.Option("--resume", metavar="", help="Continue from the newest complete checkpoint."),
     ] = False,
+    profile: Annotated[
+        bool,
+        typer.Option("--profile", metavar="", help="Write a trace of a few steps into profile/."),
+    ] = False,
     as_json: _Json = False,
 ) -> None:
     """Train a model in one pass over time-ordered data, then evaluate it.
 
-    Missing data is prepared first, under runs/data. To train on several ranks:
+    Missing data is prepared first, under runs/data. On SIGTERM, and when train.wall_limit_s is up,
+    a checkpoint is written and the exit code is 0; --resume goes on. To train on several ranks:
 
     torchrun --nproc-per-node N -m gem train ...
     """
@@ -135,7 +142,7 @@ def train(
     folder = out if out is not None else Path("runs") / f"{config.name}-{config.seed}"
 
     with interrupts_end_at_once():
-        from gem.train.interrupt import Interrupted
+        from gem.train.interrupt import TIME_IS_UP, Interrupted
         from gem.train.loop import train as run_training
         from gem.train.progress import Display
 
@@ -143,9 +150,15 @@ def train(
     console = _console(as_json=as_json)
     try:
         with _terminate_by_exception():
-            summary = run_training(config, folder, resume=resume, display=Display(console))
+            summary = run_training(
+                config, folder, resume=resume, profile=profile, display=Display(console)
+            )
     except Interrupted as stop:
-        _end_early(f"stopped after step {stop.step}; the checkpoint is written", stop.signal_number)
+        why = "time is up: " if stop.reason == TIME_IS_UP else ""
+        what = f"{why}stopped after step {stop.step}; the checkpoint is written"
+        if as_json and stop.reason != signal.SIGINT:
+            _print_json({"finished": False, "steps": stop.step, "folder": str(folder)})
+        _end_early(what, stop.reason)
     except KeyboardInterrupt:
         _end_early("interrupted", signal.SIGINT)
     except _Terminated:
@@ -162,7 +175,7 @@ def _settle_arrow() -> None:
 
 
 class _Terminated(BaseException):
-    """SIGTERM came while no step ran: in preparation or in evaluation."""
+    """SIGTERM came while a run was set up, or in a command that does not train."""
 
 
 @contextmanager
@@ -179,12 +192,25 @@ def _terminate_by_exception() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _end_early(what: str, signal_number: int) -> NoReturn:
+@contextmanager
+def _terminated_cleanly() -> Iterator[None]:
+    """Have SIGTERM undo what is half written and end with a word and its own exit code."""
+    try:
+        with _terminate_by_exception():
+            yield
+    except _Terminated:
+        if os.environ.get("RANK", "0") == "0":
+            typer.echo("terminated; nothing was written", err=True)
+        raise SystemExit(128 + signal.SIGTERM) from None
+
+
+def _end_early(what: str, reason: int) -> NoReturn:
+    """Say how to go on. Only a person's Ctrl-C is no success: all that was done is kept."""
     words = [w for w in sys.argv[1:] if w != "--resume"]
     command = shlex.join([*_this_program(), *words, "--resume"])
     if os.environ.get("RANK", "0") == "0":
         typer.echo(f"{what}. Continue with:\n\n    {command}\n", err=True)
-    raise SystemExit(128 + signal_number)
+    raise SystemExit(128 + reason if reason == signal.SIGINT else 0)
 
 
 def _this_program() -> list[str]:
@@ -228,9 +254,10 @@ def evaluate_run(
         from gem.train.progress import Display
 
     display = Display(_console(as_json=as_json))
-    found = evaluate_folder(
-        run, display=display, keep_predictions=predictions, show_domains=domains
-    )
+    with _terminated_cleanly():
+        found = evaluate_folder(
+            run, display=display, keep_predictions=predictions, show_domains=domains
+        )
     if as_json:
         _print_json(found)
 
@@ -265,9 +292,43 @@ def predict(
         from gem.train.progress import Display
 
     display = Display(_console(as_json=as_json))
-    found = predict_run(run, out, embeddings=embeddings, splits=splits or HELD_OUT, display=display)
+    with _terminated_cleanly():
+        found = predict_run(
+            run, out, embeddings=embeddings, splits=splits or HELD_OUT, display=display
+        )
     if as_json:
         _print_json(found)
+
+
+@app.command(name="export-weights", cls=Command)
+def export_weights_of(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Folder of a run, or one of its checkpoints.")
+    ],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="SafeTensors file to write.")],
+    *,
+    last: Annotated[
+        bool,
+        typer.Option(
+            "--last", metavar="", help="The newest weights, where the recipe averages them."
+        ),
+    ] = False,
+    as_json: _Json = False,
+) -> None:
+    """Write the dense weights of a run to one SafeTensors file; needs no data set.
+
+    They are those that evaluation uses: the averages, where the recipe keeps them.
+    """
+    with interrupts_end_at_once():
+        from gem.train.export_weights import export_weights
+
+    with _terminated_cleanly():
+        found = export_weights(run, out, averaged=not last)
+    if as_json:
+        _print_json(found)
+    else:
+        text = f"{found['tensors']} tensors, {found['bytes']:,} bytes in {out}"
+        _say(_console(as_json=False), f"{text}, of {found['checkpoint']}")
 
 
 @app.command(cls=Command)
@@ -301,15 +362,21 @@ def report(
 @data_app.command(name="prepare", cls=Command)
 def data_prepare(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="movielens-100k, kuairand or synthetic.")
+        str,
+        typer.Argument(
+            metavar="NAME",
+            help="complete-journey, criteo, kuairand, movielens-100k, movielens-1m, "
+            "movielens-latest, synthetic, taobao-ads, taobao-behavior; or a TOML file that says "
+            "what columns a log of your own has.",
+        ),
     ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the data set.")],
     source: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Folder of the raw files. kuairand needs it, or GEM_KUAIRAND; movielens-100k is "
-            "fetched without it.",
+            help="Folder of the raw files. complete-journey and movielens-100k are fetched without "
+            "it, kuairand takes GEM_KUAIRAND, and a log of your own lies beside its TOML file.",
         ),
     ] = None,
     *,
@@ -320,7 +387,8 @@ def data_prepare(
 
     console = _console(as_json=as_json)
     spec = prepare(name, out, source=source)
-    _say(console, notice(spec))
+    if owner := notice(spec):
+        _say(console, owner)
     _say(console, f"{spec.examples.rows:,} examples in {out}")
     if as_json:
         _print_json({"name": spec.name, "folder": str(out), "examples": spec.examples.rows})

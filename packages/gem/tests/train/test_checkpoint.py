@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,15 +12,17 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from gem.train import checkpoint
+from gem.train import checkpoint, checkpoint_writer
 from gem.train.checkpoint import (
     TrainState,
     check_continues,
     latest_complete,
     load_checkpoint,
     read_manifest,
-    save_checkpoint,
 )
+from gem.train.checkpoint_manifest import DamagedCheckpoint, write_manifest
+from gem.train.checkpoint_writer import save_checkpoint
+from gem.train.loop_state import LoopState
 from gem.train.metrics import MetricStream
 from gem_opkit.errors import ConfigError, DataError
 from gem_parallel.launch import World
@@ -52,7 +55,9 @@ def make_state(seed: int, *, steps: int = 0) -> TrainState:
         rows, np.round(rows), np.ones((6, 1), bool), zeros, zeros
     ) if steps else 0
     ema = {name: p.detach() + 1 for name, p in model.named_parameters() if "dense" in name}
-    return TrainState(model, optimizers, ema, metrics, steps, 10 * steps, {"flops": 3.0 * steps})
+    state = TrainState(model, optimizers, ema, metrics, steps, 10 * steps, {"flops": 3.0 * steps})
+    state.loop = LoopState(loss_mean=steps / 3, skipped_steps=steps, best_ne=0.1 * seed)
+    return state
 
 
 def contents(state: TrainState):
@@ -72,6 +77,7 @@ def contents(state: TrainState):
             for block in (state.metrics.lifetime, state.metrics.current, *state.metrics.recent)
         ],
         "scalars": (state.step, state.examples, state.counters),
+        "loop": state.loop.to_json(),
     }
 
 
@@ -169,9 +175,9 @@ def test_a_save_that_dies_leaves_the_previous_checkpoint(tiny, tmp_path, monkeyp
         raise KeyboardInterrupt
 
     if moment == "while saving":
-        monkeypatch.setattr(checkpoint.dcp, "save", die)
+        monkeypatch.setattr(checkpoint_writer.dcp, "save", die)
     else:
-        monkeypatch.setattr(checkpoint, "write_manifest", die)
+        monkeypatch.setattr(checkpoint_writer, "write_manifest", die)
     with pytest.raises(KeyboardInterrupt):
         save(tmp_path, make_state(1, steps=3), tiny())
     monkeypatch.undo()
@@ -188,6 +194,16 @@ def test_the_newest_by_number_is_chosen_not_by_name(tiny, tmp_path):
     assert latest_complete(tmp_path / "nowhere") is None
 
 
+def test_a_checkpoint_of_a_version_that_kept_no_loop_state_is_read(tiny, tmp_path):
+    folder = save(tmp_path, make_state(1, steps=1), tiny())
+    manifest = read_manifest(folder)
+    del manifest["loop"]
+    write_manifest(folder, manifest)
+    state = make_state(2, steps=2)
+    load_checkpoint(folder, state, World())
+    assert (state.step, state.loop) == (1, LoopState())
+
+
 def test_differing_keys_and_data_are_named(tiny, tmp_path):
     manifest = read_manifest(save(tmp_path, make_state(1, steps=1), tiny()))
     check_continues(manifest, tiny("train.keep_checkpoints=1"), "d1")
@@ -201,7 +217,7 @@ def test_another_model_is_refused_by_name(tiny, tmp_path):
     folder = save(tmp_path, make_state(1, steps=1), tiny())
     other = make_state(1)
     other.model.register_buffer("extra", torch.zeros(1))
-    with pytest.raises(DataError, match=r"missing \['model/extra'\]"):
+    with pytest.raises(DataError, match=r"missing model/extra \[1\], unknown none"):
         load_checkpoint(folder, other, World())
 
 
@@ -275,6 +291,41 @@ def test_a_second_interrupt_during_a_save_stays_an_interrupt(tiny, tmp_path, mon
     monkeypatch.setattr(dcp.filesystem.FileSystem, "create_stream", interrupted)
     with pytest.raises(KeyboardInterrupt):
         save(tmp_path, make_state(1, steps=3), tiny())
+
+
+class Ending(BaseException):
+    """As the command line makes of SIGTERM."""
+
+
+@pytest.mark.parametrize("ending", [KeyboardInterrupt, Ending])
+def test_a_signal_during_a_load_is_no_damage(tiny, tmp_path, monkeypatch, ending):
+    folder = save(tmp_path, make_state(1, steps=3), tiny())
+
+    def interrupted(*args, **kwargs):
+        raise ending
+
+    monkeypatch.setattr(dcp.FileSystemReader, "read_data", interrupted)
+    with pytest.raises(ending):
+        load_checkpoint(folder, make_state(1), World())
+
+
+def test_a_disk_that_cannot_be_read_is_no_damage(tiny, tmp_path, monkeypatch):
+    """Nobody knows what it holds: it must be neither passed over nor put aside."""
+    folder = save(tmp_path, make_state(1, steps=3), tiny())
+
+    def broken(*args, **kwargs):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(dcp.FileSystemReader, "read_data", broken)
+    with pytest.raises(
+        DataError, match=r"step-3 must be readable; got OSError: \[Errno 5\]"
+    ) as caught:
+        load_checkpoint(folder, make_state(1), World())
+    assert not isinstance(caught.value, DamagedCheckpoint)
+    monkeypatch.undo()
+    monkeypatch.setattr(Path, "read_text", broken)
+    with pytest.raises(OSError, match="Input/output error"):
+        latest_complete(tmp_path)
 
 
 def test_other_faults_of_a_save_keep_their_traceback(tiny, tmp_path, monkeypatch):

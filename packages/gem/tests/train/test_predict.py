@@ -20,7 +20,8 @@ from gem.train.held_out import evaluate_folder
 from gem.train.loop import train
 from gem.train.predict import MANIFEST_FILE, predict
 from gem.train.progress import Display
-from gem.train.run import CHECKPOINTS, PREDICTIONS_FILE
+from gem.train.run import PREDICTIONS_FILE
+from gem.train.run_folder import CHECKPOINTS
 from gem.train.saved_run import saved_run
 from gem.train.step import averaged_weights
 from gem_opkit.errors import ConfigError, DataError

@@ -151,7 +151,8 @@ def test_the_clock_books_lookups_under_tables(tiny, data):
     fractions = clock.fractions()
     assert list(fractions) == list(SECTIONS)
     assert sum(fractions.values()) == pytest.approx(1.0)
-    assert all(share > 0 for share in fractions.values())
+    in_steps = {name for name, share in fractions.items() if share}
+    assert in_steps == {*SECTIONS} - {"checkpoint", "evaluation"}
     # Every moment of a step is in exactly one section.
     assert sum(clock.step_ms) == pytest.approx(1e3 * sum(clock.seconds.values()), rel=0.05)
     assert min(clock.step_ms) <= clock.median_ms() <= max(clock.step_ms)

@@ -19,7 +19,7 @@ from gem_opkit.errors import DataError, refusal
 # The difference of two such times, and one shifted by a time zone, still fit in int64.
 MOST_MS = 2**62 - 1
 # What Arrow raises where bytes are not what they should be; names in a footer may be no text.
-_DAMAGE = (pa.ArrowException, OSError, UnicodeDecodeError, OverflowError)
+DAMAGE = (pa.ArrowException, OSError, UnicodeDecodeError, OverflowError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ def read_columns(
     chunks: dict[str, list[_Chunk]] = {r.name: [] for r in requests}
     for file in files:
         parquet = open_parquet(file)
-        _check_names(file, parquet.schema_arrow.names, requests)
+        check_names(file, parquet.schema_arrow.names, requests)
         first_row = 0
         for group in range(parquet.num_row_groups):
             table = _row_group(parquet, file, group, list(chunks))
@@ -135,6 +135,39 @@ def read_columns(
                 chunks[request.name].append(chunk if mark_filled else chunk.unmarked())
             first_row += table.num_rows
     return {r.name: _joined(chunks[r.name], r, mark_filled=mark_filled) for r in requests}
+
+
+def decode_rows(
+    table: pa.Table, file: Path, first_row: int, requests: Sequence[ColumnRequest]
+) -> dict[str, Column]:
+    """Decode consecutive rows of a file.
+
+    Args:
+        table: the rows, with every column asked for.
+        file: where they come from.
+        first_row: number of the first one in the file.
+        requests: what to decode.
+
+    Returns:
+        name -> column.
+
+    Raises:
+        DataError: as `read_columns`.
+    """
+    found = {}
+    for request in requests:
+        chunk = _decode(table.column(request.name), _Place(file, first_row, request))
+        found[request.name] = _joined([chunk.unmarked()], request, mark_filled=False)
+    return found
+
+
+def empty_column(request: ColumnRequest) -> Column:
+    """A column of no rows.
+
+    Args:
+        request: says of which kind.
+    """
+    return _joined([], request, mark_filled=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,21 +193,27 @@ def open_parquet(file: Path) -> pq.ParquetFile:
         DataError: it is no Parquet file, or a damaged one.
     """
     try:
-        parquet = pq.ParquetFile(file, memory_map=True)
+        parquet = pq.ParquetFile(file, memory_map=True, page_checksum_verification=True)
         _ = parquet.schema_arrow  # decoded on demand, with faults of its own
-    except _DAMAGE as fault:
-        raise _not_whole(file, fault) from fault
+    except DAMAGE as fault:
+        raise not_whole(file, fault) from fault
     return parquet
 
 
 def _row_group(parquet: pq.ParquetFile, file: Path, group: int, names: list[str]) -> pa.Table:
     try:
         return parquet.read_row_group(group, columns=names)
-    except _DAMAGE as fault:  # a damaged page says nothing of its file
-        raise _not_whole(file, fault) from fault
+    except DAMAGE as fault:  # a damaged page says nothing of its file
+        raise not_whole(file, fault) from fault
 
 
-def _not_whole(file: Path, fault: Exception) -> DataError:
+def not_whole(file: Path, fault: Exception) -> DataError:
+    """The error for bytes that are not what they should be.
+
+    Args:
+        file: the Parquet file.
+        fault: what Arrow said.
+    """
     return DataError(
         refusal(
             "gem data",
@@ -186,7 +225,17 @@ def _not_whole(file: Path, fault: Exception) -> DataError:
     )
 
 
-def _check_names(file: Path, names: list[str], requests: Sequence[ColumnRequest]) -> None:
+def check_names(file: Path, names: list[str], requests: Sequence[ColumnRequest]) -> None:
+    """Check that a file has every column asked for, once.
+
+    Args:
+        file: for the message.
+        names: of its columns.
+        requests: what is asked for.
+
+    Raises:
+        DataError: a column is missing, or there are two of its name.
+    """
     for request in requests:
         if names.count(request.name) > 1:
             raise DataError(

@@ -114,7 +114,7 @@ class Dataset:
         columns = read_columns(part_files(self.examples_folder), wanted)
         time = self.spec.examples.time
         if time in columns:
-            self._check_time_order(columns[time].values)
+            self.check_time_order(columns[time].values)
         return columns
 
     def events(self, stream: str, names: Iterable[str] | None = None) -> dict[str, Column]:
@@ -133,7 +133,7 @@ class Dataset:
         spec = self.spec.stream(stream)
         declared = self.event_requests(spec)
         wanted = _chosen(declared if names is None else names, declared, f"stream {stream!r}")
-        return read_columns(part_files(self.folder / "events" / stream), wanted)
+        return read_columns(self.event_files(stream), wanted)
 
     def entity(self, name: str, names: Iterable[str] | None = None) -> dict[str, Column]:
         """Read columns of an entity.
@@ -167,6 +167,28 @@ class Dataset:
                 f"got {keys[np.argmax(counts > 1)]} twice; keep one row of each"
             )
         return columns
+
+    def example_request(self, name: str) -> ColumnRequest:
+        """How a declared column of the examples is read.
+
+        Args:
+            name: of the column.
+
+        Raises:
+            ConfigError: a name that `dataset.toml` does not declare.
+        """
+        return _chosen([name], self.example_requests(), "examples")[0]
+
+    def event_files(self, stream: str) -> list[Path]:
+        """The files of a stream's events, in the order in which they are read.
+
+        Args:
+            stream: its name.
+
+        Raises:
+            DataError: there is none.
+        """
+        return part_files(self.folder / "events" / stream)
 
     def example_requests(self) -> dict[str, ColumnRequest]:
         """How every declared column of the examples is read, by name."""
@@ -225,14 +247,23 @@ class Dataset:
         declared = self.spec.table(table)
         return declared.num_embeddings if declared.id_space == "row" else None
 
-    def _check_time_order(self, time_ms: np.ndarray) -> None:
+    def check_time_order(self, time_ms: np.ndarray, *, first: int = 0) -> None:
+        """Check that examples are in time order.
+
+        Args:
+            time_ms: of consecutive examples, int64.
+            first: row of the first of them.
+
+        Raises:
+            DataError: a time is below the one before it.
+        """
         falls = time_ms[1:] < time_ms[:-1]
         if falls.any():
             row = int(np.argmax(falls)) + 1
             raise DataError(
                 f"{self.examples_folder}: {self.spec.examples.time} must not fall, examples are "
-                f"in time order; got {time_ms[row]} after {time_ms[row - 1]} in row {row} over "
-                f"all files; sort the examples by time"
+                f"in time order; got {time_ms[row]} after {time_ms[row - 1]} in row {first + row} "
+                f"over all files; sort the examples by time"
             )
 
 
@@ -278,6 +309,8 @@ def _read_spec(path: Path) -> DatasetSpec:
 
 class DatasetWriter:
     """Writes a data set in pieces; the folder appears, whole, when the `with` block ends well.
+
+    Pages carry checksums, so that a bit that flips on the disk later is found when it is read.
 
     Args:
         folder: where the data set shall lie; empty or not there yet.
@@ -334,6 +367,10 @@ class DatasetWriter:
         """Append rows to an entity."""
         self._append(Path("entities") / name, columns)
 
+    def vocabulary(self, table: str, columns: Mapping[str, Any]) -> None:
+        """Append to what the ids of a table stand for; for people, never read."""
+        self._append(Path("vocabularies") / table, columns)
+
     def finish(self, spec: DatasetSpec) -> None:
         """Say what was written; the files follow it when the block ends."""
         self._spec = spec
@@ -343,6 +380,6 @@ class DatasetWriter:
         if part not in self._writers:
             (self._work / part).mkdir(parents=True)
             self._writers[part] = pq.ParquetWriter(
-                self._work / part / "part-00000.parquet", table.schema
+                self._work / part / "part-00000.parquet", table.schema, write_page_checksum=True
             )
         self._writers[part].write_table(table)

@@ -248,6 +248,23 @@ class DataSpec(Contract):
     synthetic: SyntheticSpec | None = Field(
         default=None, description="options of the generator, for dataset = 'synthetic'"
     )
+    memory_mib: int = Field(
+        default=4096,
+        ge=8,
+        le=2**30,
+        description="memory of a rank for columns of the log; a log that needs more is streamed",
+    )
+    workers: int = Field(
+        default=0,
+        ge=0,
+        le=256,
+        description="processes of a rank that join batches, and one more for the statistics if "
+        "there are any; 0: a thread does",
+    )
+    index_folder: str | None = Field(
+        default=None,
+        description="where the index of a streamed log lies; none: beside its data set",
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> "DataSpec":

@@ -9,9 +9,12 @@ when it is seen. The other has no time of its own (`untimed`): it comes before t
 events, and all of a user's are seen from one time on.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+
+from gem.data.checked_array import CheckedArray, Values
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,9 @@ class EventIndex:
         untimed: np.ndarray | None = None,
     ) -> None:
         self.order: np.ndarray | None = None
-        self.untimed = untimed
+        self.times: Values
+        self.untimed: Values | None
+        self._seen: Values
         seen = times if seen_after is None else seen_after
         # Within a user: untimed events first, and these in file order, as their times are equal.
         part = users if untimed is None else ~untimed
@@ -70,15 +75,36 @@ class EventIndex:
             # Stable: file order decides last.
             order = np.lexsort((seen, part, users))
             self.order, users, times, seen = order, users[order], times[order], seen[order]
-            self.untimed = None if untimed is None else untimed[order]
-        self.times, self._seen = times, seen
+            untimed = None if untimed is None else untimed[order]
+        self.times, self._seen, self.untimed = times, seen, untimed
         starts = np.flatnonzero(np.r_[True, users[1:] != users[:-1]]) if len(users) else []
         self._starts = np.append(np.asarray(starts, np.int64), len(users))
         self._users = users[self._starts[:-1]]
         # Where each user's own times begin.
         self._timed = self._starts[:-1]
-        if self.untimed is not None and len(users):
-            self._timed = self._timed + np.add.reduceat(self.untimed, self._timed, dtype=np.int64)
+        if untimed is not None and len(users):
+            self._timed = self._timed + np.add.reduceat(untimed, self._timed, dtype=np.int64)
+
+    @classmethod
+    def mapped(cls, arrays: Mapping[str, CheckedArray]) -> "EventIndex":
+        """An index that was made before.
+
+        Args:
+            arrays: in index order: `users`, the different ones; `starts`, where each one's events
+                begin and the number of all events; `times`; where events are seen later than
+                their time says, `seen`; where some are untimed, `untimed` and, a user,
+                `timed`: where the others begin.
+
+        Returns:
+            the index; it keeps the arrays as they are.
+        """
+        index = cls.__new__(cls)
+        index.order, index.untimed = None, arrays.get("untimed")
+        index.times = arrays["times"]
+        index._seen = arrays.get("seen", index.times)
+        index._users, index._starts = arrays["users"].whole(), arrays["starts"].whole()
+        index._timed = arrays["timed"].whole() if "timed" in arrays else index._starts[:-1]
+        return index
 
     def in_order(self, column: np.ndarray) -> np.ndarray:
         """Bring a column of the stream into index order.
@@ -137,7 +163,7 @@ def packed_ranges(starts: np.ndarray, offsets: np.ndarray) -> np.ndarray:
 
 
 def first_at_or_after(
-    times: np.ndarray, first: np.ndarray, end: np.ndarray, when: np.ndarray
+    times: Values, first: np.ndarray, end: np.ndarray, when: np.ndarray
 ) -> np.ndarray:
     """Bisect many sorted ranges of one array at once.
 

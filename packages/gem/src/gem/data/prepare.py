@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 
 from gem.data.dataset import SPEC_FILE, Dataset
+from gem.data.declared.load import load_declaration, shipped_declarations
+from gem.data.declared.make import write_declared
 from gem.data.features import DatasetSpec, DataSpec
 from gem.data.kuairand import write_kuairand
 from gem.data.movielens import write_movielens_100k
@@ -13,7 +15,7 @@ from gem.data.synthetic import write_synthetic
 from gem.data.synthetic_spec import SyntheticSpec
 from gem_opkit.errors import ConfigError, DataError, refusal
 
-NAMES = ("movielens-100k", "kuairand", "synthetic")
+NAMES = ("movielens-100k", "kuairand", "synthetic", *shipped_declarations())
 
 
 def default_folder(data: DataSpec, root: Path) -> Path:
@@ -46,10 +48,11 @@ def prepare(
     """Make a data set, unless it is there already.
 
     Args:
-        name: one of `NAMES`.
+        name: one of `NAMES`, or path of a declaration, a TOML file (`gem.data.declared.spec`).
         out: folder of the data set.
-        source: folder with the raw files. None: those of `movielens-100k` are downloaded, and those
-            of `kuairand` are in the folder that GEM_KUAIRAND names.
+        source: folder with the raw files. None: those of `movielens-100k` and `complete-journey`
+            are downloaded, those of `kuairand` are in the folder that GEM_KUAIRAND names, those of
+            a declaration of one's own beside it.
         options: of the generator, for `synthetic`; none: the defaults.
 
     Returns:
@@ -60,20 +63,23 @@ def prepare(
         DataError: raw files are missing or wrong, or `out` holds something else.
     """
     out = Path(out)
-    if name not in NAMES:
+    if name not in NAMES and not name.endswith(".toml"):
         raise ConfigError(
             refusal(
                 "gem data prepare",
                 "name",
                 must=f"be one of {', '.join(NAMES)}",
                 got=repr(name) + nearest(name, NAMES),
-                fix="correct the name; a recipe reads a data set of your own from data.folder",
+                fix="correct the name; a log of your own is made by the TOML file that declares "
+                "it, and a recipe reads a data set of your own from data.folder",
             )
         )
     if options is not None and name != "synthetic":
         raise ConfigError(f"gem data prepare: options belong to 'synthetic'; got {name!r}")
     if source is not None and name == "synthetic":
         raise ConfigError("gem data prepare: 'synthetic' is generated and takes no source")
+    if name.endswith(".toml") or name in shipped_declarations():
+        return _prepare_declared(name, out, None if source is None else Path(source))
     wanted = (options or SyntheticSpec()).model_dump() if name == "synthetic" else {}
     if (out / SPEC_FILE).is_file():
         return _existing(out, name, wanted)
@@ -83,6 +89,15 @@ def prepare(
     if name == "kuairand":
         return write_kuairand(out, source=folder)
     return write_movielens_100k(out, source=folder)
+
+
+def _prepare_declared(name: str, out: Path, source: Path | None) -> DatasetSpec:
+    declaration, digest = load_declaration(name)
+    if (out / SPEC_FILE).is_file():
+        return _existing(out, declaration.name, {"declaration": digest})
+    if source is None and name.endswith(".toml"):
+        source = Path(name).parent
+    return write_declared(out, declaration, digest, source=source)
 
 
 def provide(data: DataSpec, root: Path) -> DatasetSpec:

@@ -7,25 +7,27 @@ slice of each batch, all ranks yield the same number of batches, and starting at
 exactly the batches from k on.
 """
 
+import functools
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from gem.data.assemble import Arrays, Assembler
 from gem.data.batch import ExampleBatch
 from gem.data.dataset import Dataset
-from gem.data.entity_table import Ids
 from gem.data.features import DatasetSpec, DataSpec, StreamRead
+from gem.data.file_versions import DataSetVersion, changed, data_set_version
 from gem.data.names import nearest
 from gem.data.schema import BatchSchema
 from gem.data.sources import Sources
-from gem.data.statistics.engine import StatisticsBlock, StatisticsEngine
+from gem.data.spans import Span, StepSpans
+from gem.data.statistics.engine import StatisticsBlock, StatisticsCursor, StatisticsEngine
 from gem.data.stream_reader import StreamReader, id_input
-from gem.data.transforms import apply_transforms, resolved_transforms
-from gem_jagged.batch import Jagged, Layout
-from gem_opkit.errors import ConfigError, refusal
+from gem.data.transforms import resolved_transforms
+from gem.data.workers import Crew
+from gem_opkit.errors import ConfigError, DataError, refusal
 
 
 def open_reader(
@@ -66,7 +68,9 @@ def open_reader(
                 fix="pass rank and world_size of this process",
             )
         )
-    return Reader(Sources(Dataset.open(folder), data), batch_size, rank, world_size)
+    dataset = Dataset.open(folder)
+    version = data_set_version(dataset)  # first of all: what is opened later must be the same
+    return Reader(Sources(dataset, data), version, batch_size, rank, world_size)
 
 
 class Reader:
@@ -77,8 +81,15 @@ class Reader:
         dataset: the contract of the data set.
     """
 
-    def __init__(self, sources: Sources, batch_size: int, rank: int, world_size: int) -> None:
-        self._sources = sources
+    def __init__(
+        self,
+        sources: Sources,
+        version: DataSetVersion,
+        batch_size: int,
+        rank: int,
+        world_size: int,
+    ) -> None:
+        self._sources, self._version = sources, version
         self._batch_size, self._rank, self._world_size = batch_size, rank, world_size
         self.dataset: DatasetSpec = sources.dataset.spec
         data = sources.data
@@ -90,18 +101,22 @@ class Reader:
         if data.statistics or scaled:
             self._statistics = StatisticsEngine(sources, self._bounds("train"), plain=scaled)
         self._streams = self._open_streams()
-        self._ids = {name: sources.ids(name) for name in self._id_names}
-        self._numbers = {name: sources.numbers(name) for name in numbers if name not in scaled}
+        plain = tuple(name for name in numbers if name not in scaled)
         computed = self._statistics.example_names if self._statistics else ()
         self.schema = BatchSchema(
             streams=tuple(stream.schema for stream in self._streams.values()),
             ids=tuple(id_input(name, sources.id_info(name)) for name in self._id_names),
-            numbers=(*self._numbers, *computed),
+            numbers=(*plain, *computed),
             item=self._item(),
             labels=tuple(label.name for label in self.dataset.examples.labels),
             domains=self.dataset.domains,
         )
         self._check_transforms()
+        self._assembler = Assembler(sources, self.schema, self._streams, plain, self._transforms)
+        self._crews: list[Crew] = []  # those that nobody reads with
+        self._lock = threading.Lock()
+        if data.workers and self._statistics is not None:
+            self._statistics.forget()  # another process walks over the log
 
     # -- steps ---------------------------------------------------------------------------------
     def rows(self, split: str) -> int:
@@ -177,74 +192,73 @@ class Reader:
         return self._iterate(split, start_step, steps)
 
     def _iterate(self, split: str, start_step: int, steps: int) -> Iterator[ExampleBatch]:
-        start, stop = self._bounds(split)
         if start_step == steps:
             return
-        engine = self._statistics
-        cursor = engine.cursor(start + start_step * self._batch_size) if engine else None
+        spans = StepSpans(self._bounds(split), self._batch_size, self._rank, self._world_size)
+        spans = spans.after(start_step)
+        if self._sources.data.workers:
+            yield from self._through_workers(spans)
+            return
+        here = ReaderParts(self)
         try:
-            for step in range(start_step, steps):
-                first = start + step * self._batch_size
-                count = min(self._batch_size, stop - first)
-                low = first + count * self._rank // self._world_size
-                high = first + count * (self._rank + 1) // self._world_size
-                yield self._batch(low, high, cursor.rows(low, high) if cursor else None)
+            for span in spans:
+                yield self._assembler.batch(here.arrays(span), here.statistics(span))
         finally:
-            if engine and cursor:
-                engine.release(cursor)
+            here.release()
+
+    def _through_workers(self, spans: StepSpans) -> Iterator[ExampleBatch]:
+        crew = self._waiting_crew() or self._new_crew()
+        try:
+            for arrays, statistics in crew.read(spans):
+                yield self._assembler.batch(arrays, statistics)
+        except DataError:  # a worker may be dead: the next reading gets a crew of its own
+            crew.close()
+            crew = None
+            raise
+        finally:
+            if crew is not None:
+                with self._lock:
+                    self._crews.append(crew)
+
+    def _waiting_crew(self) -> Crew | None:
+        """One that has read before, unless a process of it died since: nothing is lost by that."""
+        while True:
+            with self._lock:
+                crew = self._crews.pop() if self._crews else None
+            if crew is None or crew.is_whole():
+                return crew
+            crew.close()
+
+    def _new_crew(self) -> Crew:
+        dataset, data = self._sources.dataset, self._sources.data
+        if data.index_folder is not None:
+            # A process of the fork server need not stand where this one does.
+            data = data.model_copy(update={"index_folder": str(Path(data.index_folder).absolute())})
+        return Crew(
+            data.workers,
+            statistics=self._statistics is not None,
+            open_parts=functools.partial(
+                _open_parts,
+                dataset.folder.absolute(),
+                self._version,
+                data,
+                self._batch_size,
+                self._rank,
+                self._world_size,
+            ),
+        )
 
     def _bounds(self, split: str) -> tuple[int, int]:
         declared = self.dataset.split(split)
         stop, limit = declared.stop, self._sources.data.max_rows
         return declared.start, stop if limit is None else min(stop, declared.start + limit)
 
-    # -- one batch -----------------------------------------------------------------------------
-    def _batch(self, low: int, high: int, statistics: StatisticsBlock | None) -> ExampleBatch:
-        sources, examples = self._sources, self.dataset.examples
-        rows = np.arange(low, high)
-        one_each = Layout.constant(len(rows), 1)
-        labels_BA = np.stack(
-            [sources.example_column(name).values[low:high] for name in self.schema.labels], axis=1
-        )
-        known_BA = ~np.isnan(labels_BA)
-        domains = (
-            np.zeros(len(rows), np.int64)
-            if examples.domain is None
-            else sources.example_column(examples.domain).values[low:high].copy()
-        )
-        weights = (
-            np.ones(len(rows), np.float32)
-            if examples.weight is None
-            else sources.example_column(examples.weight).values[low:high].copy()
-        )
-        return ExampleBatch(
-            streams={
-                name: stream.batch(
-                    low,
-                    high,
-                    statistics.events.get(name) if statistics else None,
-                    self._transforms,
-                )
-                for name, stream in self._streams.items()
-            },
-            ids={name: _jagged(ids(rows), one_each) for name, ids in self._ids.items()},
-            numbers_BD=self._number_block(rows, statistics),
-            labels_BA=torch.from_numpy(np.where(known_BA, labels_BA, np.float32(0))),
-            label_mask_BA=torch.from_numpy(known_BA),
-            weights_B=torch.from_numpy(weights),
-            domains_B=torch.from_numpy(domains),
-            user_B=torch.from_numpy(sources.users[low:high].copy()),
-            row_B=torch.from_numpy(rows),
-        )
-
-    def _number_block(self, rows: np.ndarray, statistics: StatisticsBlock | None) -> Tensor:
-        block = np.empty((len(rows), len(self.schema.numbers)), np.float32)
-        for place, values in enumerate(self._numbers.values()):
-            block[:, place] = values(rows)
-        apply_transforms(block, tuple(self._numbers), self._transforms)
-        if statistics is not None:
-            block[:, len(self._numbers) :] = statistics.numbers
-        return torch.from_numpy(block)
+    def close(self) -> None:
+        """End the worker processes that wait for a next reading. May be called at any time."""
+        with self._lock:
+            crews, self._crews = self._crews, []
+        for crew in crews:
+            crew.close()
 
     # -- resolving names -----------------------------------------------------------------------
     def _chosen_inputs(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -302,8 +316,61 @@ class Reader:
                 )
 
 
-def _jagged(ids: Ids, one_each: Layout) -> Jagged:
-    values = torch.from_numpy(ids.values)
-    if ids.offsets is None:
-        return Jagged.from_layout(values, one_each)
-    return Jagged.from_lengths(values, torch.from_numpy(np.diff(ids.offsets)))
+class ReaderParts:
+    """The two parts of a reader's batches, for whoever puts them together.
+
+    Args:
+        reader: of the data set.
+    """
+
+    def __init__(self, reader: Reader) -> None:
+        self._assembler, self._engine = reader._assembler, reader._statistics
+        self._cursor: StatisticsCursor | None = None
+
+    def arrays(self, span: Span) -> Arrays:
+        """What the log says of the rows.
+
+        Args:
+            span: in any order.
+
+        Returns:
+            arrays by name.
+        """
+        return self._assembler.arrays(span.low, span.high)
+
+    def statistics(self, span: Span) -> StatisticsBlock | None:
+        """The statistics of the rows.
+
+        Args:
+            span: behind the one before, unless it begins a reading.
+
+        Returns:
+            them; None where the recipe has none.
+        """
+        if self._engine is None:
+            return None
+        if span.begins or self._cursor is None:
+            self.release()
+            self._cursor = self._engine.cursor(span.first)
+        return self._cursor.rows(span.low, span.high)
+
+    def release(self) -> None:
+        """End a reading; the next one may go on from where it was."""
+        if self._engine is not None and self._cursor is not None:
+            self._engine.release(self._cursor)
+        self._cursor = None
+
+
+def _open_parts(
+    folder: Path,
+    version: DataSetVersion,
+    data: DataSpec,
+    batch_size: int,
+    rank: int,
+    world_size: int,
+) -> ReaderParts:
+    """Open the data set in a worker, which may be long after the rank has."""
+    dataset = Dataset.open(folder)
+    if data_set_version(dataset) != version:
+        raise changed(folder)
+    return ReaderParts(Reader(Sources(dataset, data), version, batch_size, rank, world_size))

@@ -12,8 +12,10 @@ import numpy as np
 from gem.data.columns import Column
 from gem.data.dataset import Dataset
 from gem.data.entity_table import EntityTable, IdInfo, Ids, take_ids
+from gem.data.example_rows import RowColumn
 from gem.data.features import Bucket, DataSpec, DayOfWeek, ElapsedDays, HourOfDay
 from gem.data.fields import EntitySpec, IdField, NumberField
+from gem.data.log import Log, open_log
 from gem.data.names import nearest
 from gem.data.stream_source import EventField, StreamSource
 from gem_opkit.errors import ConfigError, UnsupportedError, refusal
@@ -29,21 +31,19 @@ class Sources:
         dataset: the data set.
         data: the recipe's section.
         times: time of every example in ms, int64.
-        users: user of every example, int64.
+        users: user of the examples, int64, by row.
     """
 
     def __init__(self, dataset: Dataset, data: DataSpec) -> None:
         self.dataset = dataset
         self.data = data
         spec = dataset.spec.examples
-        # At least user, time and labels are always needed, so one pass over the files reads them.
-        labels = [label.name for label in spec.labels]
-        self._columns = dataset.examples(dict.fromkeys([spec.user, spec.time, *labels]))
-        self.users = self._columns[spec.user].values
-        self.times = self._columns[spec.time].values
+        self._log: Log = open_log(dataset, data)
+        self.users: RowColumn = self._log.examples.column(spec.user)
+        self.times: np.ndarray = self._log.times
         self._derived = {derived.name: derived for derived in data.derived}
         self._entities: dict[str, EntityTable] = {}
-        self._entity_rows: dict[str, np.ndarray] = {}
+        self._entity_rows: dict[str, _OnceForAll] = {}
         self._streams: dict[str, StreamSource] = {}
         self._check_own_names()
         for name, rows in data.hash_rows.items():
@@ -185,12 +185,11 @@ class Sources:
         held = self.entity_field(name)
         if held is not None:
             column, rows_of = self.entity_ids(name), self._rows_in(held[0])
-            return lambda rows: take_ids(column, rows_of[rows])
+            return lambda rows: take_ids(column, rows_of(rows))
         if isinstance(derived, Bucket):
             number = self.numbers(derived.field)
             return lambda rows: Ids(_bucket(number(rows), derived))
-        column = self.example_column(name)
-        return lambda rows: take_ids(column, rows)
+        return self.example_column(name).ids
 
     def numbers(self, name: str) -> Callable[[np.ndarray], np.ndarray]:
         """A continuous input as a function of example rows.
@@ -212,22 +211,19 @@ class Sources:
         held = self.entity_field(name)
         if held is not None:
             values, rows_of = self.entity_numbers(name), self._rows_in(held[0])
-            return lambda rows: values[rows_of[rows]]
-        column = self.example_column(name).values
-        return lambda rows: column[rows]
+            return lambda rows: values[rows_of(rows)]
+        return self.example_column(name).__getitem__
 
-    def example_column(self, name: str) -> Column:
-        """A declared column of the examples; kept once it is read.
+    def example_column(self, name: str) -> RowColumn:
+        """A declared column of the examples.
 
         Args:
             name: of the column.
 
         Returns:
-            all rows of it.
+            it, by row.
         """
-        if name not in self._columns:
-            self._columns |= self.dataset.examples([name])
-        return self._columns[name]
+        return self._log.examples.column(name)
 
     # -- values of entities and streams --------------------------------------------------------
     def entity_table(self, spec: EntitySpec) -> EntityTable:
@@ -293,7 +289,7 @@ class Sources:
             ConfigError: the data set has no such stream; the message names the nearest.
         """
         if name not in self._streams:
-            self._streams[name] = StreamSource(self.dataset, self.dataset.spec.stream(name))
+            self._streams[name] = self._log.stream(name)
         return self._streams[name]
 
     def event_field(self, stream: str, name: str) -> EventField:
@@ -359,10 +355,12 @@ class Sources:
                     return self.entity_table(entity), field
         raise _unknown("field of an entity", name, self.dataset.spec.input_names())
 
-    def _rows_in(self, entity: EntitySpec) -> np.ndarray:
+    def _rows_in(self, entity: EntitySpec) -> Callable[[np.ndarray], np.ndarray]:
         if entity.name not in self._entity_rows:
-            keys = self.example_column(entity.key).values
-            self._entity_rows[entity.name] = self.entity_table(entity).rows_of(keys, self.times)
+            table, keys = self.entity_table(entity), self.example_column(entity.key)
+            self._entity_rows[entity.name] = _OnceForAll(
+                lambda rows: table.rows_of(keys[rows], self.times[rows])
+            )
         return self._entity_rows[entity.name]
 
     def _clock(self, derived: HourOfDay | DayOfWeek) -> Callable[[np.ndarray], Ids]:
@@ -371,6 +369,21 @@ class Sources:
             return lambda rows: Ids((self.times[rows] + shift) // HOUR_MS % 24)
         # 1970-01-01 was a Thursday, day 3 from Monday.
         return lambda rows: Ids(((self.times[rows] + shift) // DAY_MS + 3) % 7)
+
+
+class _OnceForAll:
+    """A function of rows that many fields ask for the same rows, one after the other."""
+
+    def __init__(self, function: Callable[[np.ndarray], np.ndarray]) -> None:
+        self._function = function
+        # The very array of rows, and what it gave; one attribute, as threads may share this.
+        self._last: tuple[np.ndarray, np.ndarray] | None = None
+
+    def __call__(self, rows: np.ndarray) -> np.ndarray:
+        last = self._last
+        if last is None or last[0] is not rows:
+            last = self._last = rows, self._function(rows)
+        return last[1]
 
 
 def _bucket(values: np.ndarray, derived: Bucket) -> np.ndarray:

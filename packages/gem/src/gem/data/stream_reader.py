@@ -69,45 +69,63 @@ class StreamReader:
             max_events=read.max_events,
         )
 
-    def batch(
-        self,
-        low: int,
-        high: int,
-        statistics: np.ndarray | None,
-        transforms: Mapping[str, NumberTransform],
-    ) -> StreamBatch:
-        """The events of examples low .. high-1.
+    def arrays(
+        self, low: int, high: int, transforms: Mapping[str, NumberTransform]
+    ) -> dict[str, np.ndarray]:
+        """The events of examples low .. high-1, as far as the log alone tells them.
 
         Args:
             low: first example row.
             high: end of the example rows, exclusive.
-            statistics: float32 (events, columns) of these examples; None where there are none.
             transforms: of continuous fields, by name.
 
         Returns:
-            the stream's part of the batch; every member has the same layout.
+            `lengths`, int64 (B,); `gap`, float32 (T,); `numbers`, float32 (T, C), whose last
+            columns are left for the statistics; and `id:<field>`, int64 (T,), each.
         """
         times = self._sources.times[low:high]
         index = self._source.index
         history = index.history(self._sources.users[low:high], times, self._max_events)
         lengths, events = history.lengths, history.events
-        layout = Layout.from_lengths(torch.from_numpy(lengths))
         gap_ms = np.repeat(times, lengths) - index.times[events]
         numbers = np.empty((len(events), len(self.schema.numbers)), np.float32)
         for place, field in enumerate(self._numbers.values()):
             numbers[:, place] = field.take(events, gap_ms)
+        apply_transforms(numbers, tuple(self._numbers), transforms)
+        found = {"lengths": lengths, "gap": (gap_ms / 1000.0).astype(np.float32)}
+        ids = {f"id:{name}": field.take(events, gap_ms) for name, field in self._ids.items()}
+        return found | ids | {"numbers": numbers}
+
+    def batch(
+        self,
+        arrays: Mapping[str, np.ndarray],
+        statistics: np.ndarray | None,
+        transforms: Mapping[str, NumberTransform],
+    ) -> StreamBatch:
+        """Make the stream's part of a batch.
+
+        Args:
+            arrays: of `arrays`; they become the tensors.
+            statistics: float32 (events, columns) of these examples; None where there are none.
+            transforms: of continuous fields, by name.
+
+        Returns:
+            the stream; every member has the same layout.
+        """
+        layout = Layout.from_lengths(torch.from_numpy(arrays["lengths"]))
+        numbers = arrays["numbers"]
         if statistics is not None:
-            numbers[:, len(self._numbers) :] = statistics
-        apply_transforms(numbers, self.schema.numbers, transforms)
+            room = numbers[:, len(self._numbers) :]
+            room[:] = statistics
+            apply_transforms(room, self._statistics, transforms)
+
+        def packed(name: str) -> Jagged:
+            return Jagged.from_layout(torch.from_numpy(arrays[name]), layout)
+
         return StreamBatch(
-            ids={
-                name: Jagged.from_layout(torch.from_numpy(field.take(events, gap_ms)), layout)
-                for name, field in self._ids.items()
-            },
-            numbers=Jagged.from_layout(torch.from_numpy(numbers), layout),
-            gap_seconds=Jagged.from_layout(
-                torch.from_numpy((gap_ms / 1000.0).astype(np.float32)), layout
-            ),
+            ids={name: packed(f"id:{name}") for name in self._ids},
+            numbers=packed("numbers"),
+            gap_seconds=packed("gap"),
         )
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gem.data.checked_array import Values
 from gem.data.dataset import Dataset
 from gem.data.entity_table import IdInfo
 from gem.data.fields import EventIdField, EventNumberField, StreamSpec, UnionSpec
@@ -33,48 +34,29 @@ class StreamSource:
         index: the point-in-time index.
 
     Args:
-        dataset: the data set.
         spec: of the stream.
-
-    Raises:
-        DataError: untimed events of one user have different times.
+        index: its index.
+        column: name of a field -> one value an event, in index order.
     """
 
-    def __init__(self, dataset: Dataset, spec: StreamSpec) -> None:
-        self.spec = spec
-        self._dataset = dataset
-        self._taken: _Taken | None = None
-        self._columns: dict[str, np.ndarray] = {}
-        users, times, untimed = _who_and_when(dataset, spec)
-        seen_after = None
-        if spec.also is not None:
-            self._taken = taken = _Taken(dataset, spec.also)
-            own_times, taken_times = times, taken.times
-            users = np.concatenate([users, taken.users])
-            times = np.concatenate([own_times, taken_times])
-            # Seen from the delay on, and strictly later than the event itself.
-            seen_after = np.concatenate([own_times, taken_times + max(taken.delay_ms - 1, 0)])
-            if untimed is not None or taken.untimed is not None:
-                own = np.zeros(len(own_times), bool) if untimed is None else untimed
-                other = np.zeros(len(taken_times), bool)
-                untimed = np.concatenate([own, other if taken.untimed is None else taken.untimed])
-        _check_untimed(spec.name, users, times, untimed)
-        self.index = EventIndex(users, times, seen_after=seen_after, untimed=untimed)
+    def __init__(
+        self, spec: StreamSpec, index: EventIndex, column: Callable[[str], Values]
+    ) -> None:
+        self.spec, self.index = spec, index
+        self._column = column
+        self._columns: dict[str, Values] = {}
 
-    def column(self, name: str) -> np.ndarray:
+    def column(self, name: str) -> Values:
         """A field of all events as stored, without regard to visibility.
 
         Args:
             name: of the field.
 
         Returns:
-            one value an event, in index order.
+            one value an event, in index order; not to be written to.
         """
         if name not in self._columns:
-            values = self._dataset.events(self.spec.name, [name])[name].values
-            if self._taken is not None:
-                values = np.concatenate([values, self._taken.column(name)])
-            self._columns[name] = self.index.in_order(values)
+            self._columns[name] = self._column(name)
         return self._columns[name]
 
     def visible(self, name: str, events: np.ndarray, gap_ms: np.ndarray) -> np.ndarray:
@@ -89,7 +71,7 @@ class StreamSource:
             (T,): the stored value, or `unknown` where the field was not visible yet; for events
             without a time of their own it never is, unless it is visible at once.
         """
-        field = _field(self.spec, name)
+        field = event_field_of(self.spec, name)
         values = self.column(name)[events]
         if not field.visible_after_ms:
             return values
@@ -97,6 +79,56 @@ class StreamSource:
         if self.index.untimed is not None:
             known &= ~self.index.untimed[events]
         return np.where(known, values, np.asarray(field.unknown, values.dtype))
+
+
+def whole_stream(dataset: Dataset, spec: StreamSpec) -> StreamSource:
+    """A stream whose columns are decoded whole, each when it is first asked for.
+
+    Args:
+        dataset: the data set.
+        spec: of the stream.
+
+    Returns:
+        the stream, indexed.
+
+    Raises:
+        DataError: untimed events of one user have different times.
+    """
+    taken: _Taken | None = None
+    users, times, untimed = _who_and_when(dataset, spec)
+    seen_after = None
+    if spec.also is not None:
+        taken = _Taken(dataset, spec.also)
+        own_times, taken_times = times, taken.times
+        users = np.concatenate([users, taken.users])
+        times = np.concatenate([own_times, taken_times])
+        seen_after = np.concatenate([own_times, taken_times + seen_later_ms(taken.delay_ms)])
+        if untimed is not None or taken.untimed is not None:
+            own = np.zeros(len(own_times), bool) if untimed is None else untimed
+            other = np.zeros(len(taken_times), bool)
+            untimed = np.concatenate([own, other if taken.untimed is None else taken.untimed])
+    _check_untimed(spec.name, users, times, untimed)
+    index = EventIndex(users, times, seen_after=seen_after, untimed=untimed)
+
+    def column(name: str) -> np.ndarray:
+        values = dataset.events(spec.name, [name])[name].values
+        if taken is not None:
+            values = np.concatenate([values, taken.column(name)])
+        return index.in_order(values)
+
+    return StreamSource(spec, index, column)
+
+
+def seen_later_ms(delay_ms: int) -> int:
+    """Strictly after which time, counted from its own, a taken event is seen.
+
+    Args:
+        delay_ms: how long after it the field is visible by which it is taken.
+
+    Returns:
+        the difference: it is seen from the delay on, and strictly later than the event itself.
+    """
+    return max(delay_ms - 1, 0)
 
 
 class _Taken:
@@ -111,7 +143,7 @@ class _Taken:
     def __init__(self, dataset: Dataset, also: UnionSpec) -> None:
         self._dataset, self._spec = dataset, dataset.spec.stream(also.stream)
         users, times, untimed = _who_and_when(dataset, self._spec)
-        self.delay_ms = _field(self._spec, also.field).visible_after_ms
+        self.delay_ms = event_field_of(self._spec, also.field).visible_after_ms
         kept = np.isin(dataset.events(also.stream, [also.field])[also.field].values, also.values)
         if untimed is not None and self.delay_ms:
             kept &= ~untimed  # what they were is never known
@@ -144,12 +176,30 @@ def _check_untimed(
     differ = (users[1:] == users[:-1]) & (times[1:] != times[:-1])
     if differ.any():
         place = int(np.argmax(differ))
-        raise DataError(
-            f"gem data: untimed events of stream {stream!r} must have one time a user, that of "
-            f"the last of them; got {times[place]} and {times[place + 1]} for user "
-            f"{users[place]}; write the later one to all of them"
-        )
+        raise untimed_differ(stream, users[place], times[place], times[place + 1])
 
 
-def _field(spec: StreamSpec, name: str) -> EventIdField | EventNumberField:
+def untimed_differ(stream: str, user: int, one_ms: int, other_ms: int) -> DataError:
+    """The error for untimed events of one user that have two times.
+
+    Args:
+        stream: name of the stream.
+        user: whose they are.
+        one_ms: a time of theirs.
+        other_ms: another one.
+    """
+    return DataError(
+        f"gem data: untimed events of stream {stream!r} must have one time a user, that of "
+        f"the last of them; got {one_ms} and {other_ms} for user "
+        f"{user}; write the later one to all of them"
+    )
+
+
+def event_field_of(spec: StreamSpec, name: str) -> EventIdField | EventNumberField:
+    """A field of a stream.
+
+    Args:
+        spec: of the stream.
+        name: of a field that it declares.
+    """
     return next(field for field in (*spec.ids, *spec.numbers) if field.name == name)

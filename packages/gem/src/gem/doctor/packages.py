@@ -41,6 +41,8 @@ PARTS = {
     "rich": Part(("rich",), "progress"),
     "typer": Part(("typer",), "the command line"),
     "tensorboard": Part(("tensorboard",), "curves of a run"),
+    "jinja2": Part(("jinja2",), "the page of a run"),
+    "safetensors": Part(("safetensors",), "exported weights"),
     "gem": Part(("gem-trainer",), "data, model, training, this command"),
     "gem_opkit": Part(("gem-opkit",), "operator kit"),
     "gem_jagged": Part(("gem-jagged",), "jagged operators"),
@@ -49,6 +51,7 @@ PARTS = {
     "gem_attention": Part(("gem-attention",), "attention operators"),
     "gem_embeddings": Part(("gem-embeddings",), "tables"),
     "triton": Part(("triton",), "GPU kernels; comes with a CUDA build of torch", needed=False),
+    "wandb": Part(("wandb",), "curves on Weights & Biases, extra gem-trainer[wandb]", needed=False),
     "torchrec": Part(("torchrec",), "sharded tables, extra gem-embeddings[torchrec]", needed=False),
     "fbgemm_gpu": Part(
         ("fbgemm-gpu", "fbgemm-gpu-cpu"),

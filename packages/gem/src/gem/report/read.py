@@ -184,7 +184,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _log(path: Path, missing: list[str]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Rows of training, and split -> metrics of the rows of evaluations."""
+    """Rows of training, and split -> metrics of the rows of evaluations at the end."""
     rows: list[dict[str, Any]] = []
     held_out: dict[str, Any] = {}
     wrong = 0
@@ -199,6 +199,8 @@ def _log(path: Path, missing: list[str]) -> tuple[list[dict[str, Any]], dict[str
             row = {}
         if number(row.get("step")) is None:
             wrong += 1
+        elif row.get("interim"):
+            pass  # amid the training, and perhaps of a few batches: no result of the run
         elif isinstance(row.get("split"), str):
             held_out[row["split"]] = row.get("metrics")
         else:

@@ -20,10 +20,14 @@ METRICS = {
 _SMALL_IS_GOOD = ("ne", "logloss")
 _SECTIONS = {
     "data": "waiting for data",
+    "forward": "model, forward",
+    "backward": "model, backward",
     "model": "model, forward and backward",
     "tables": "embedding tables",
     "optimizer": "optimizer",
-    "other": "metrics, logs, checkpoints",
+    "checkpoint": "waiting for checkpoints",
+    "evaluation": "evaluation while training",
+    "other": "metrics and logs",
 }
 _ABOUT = {
     "ne": words.about_ne,

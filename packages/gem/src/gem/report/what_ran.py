@@ -33,6 +33,8 @@ def status(run: RunRecord) -> str:
     """
     total = number(run.diagnostics.get("total_steps"))
     steps = f"{words.count(run.step)} of {words.count(total)}" if total else words.count(run.step)
+    if run.finished and table(run.summary.get("training")).get("stopped_early"):
+        return f"Stopped early, after {steps} steps"
     return f"Finished, {steps} steps" if run.finished else f"Unfinished, at step {steps}"
 
 
@@ -147,10 +149,27 @@ def _training_facts(run: RunRecord) -> list[Fact]:
         if lr is not None:
             kind = str(optimizer.get("kind", "adam")).replace("_", " ")
             found.append((name, f"{kind}, learning rate {lr:.3g}"))
+    found += _faults_and_stop(run)
     found.append(("number format", str(pick(run.config, "precision", "default") or "fp32")))
     plan = table(run.config.get("parallel"))
     sizes = ", ".join(f"{axis} {value}" for axis, value in plan.items())
     found.append(("parallel plan", sizes or "every rank holds a copy of everything"))
+    return found
+
+
+def _faults_and_stop(run: RunRecord) -> list[Fact]:
+    """Skipped steps and an early stop, of a finished run that had them."""
+    training = table(run.summary.get("training"))
+    found: list[Fact] = []
+    if steps := number(training.get("skipped_steps")):
+        examples = words.count(number(training.get("skipped_examples")))
+        found.append(("skipped steps", f"{words.count(steps)}, of {examples} examples"))
+    best, ne = number(training.get("best_step")), number(training.get("best_ne"))
+    if training.get("stopped_early"):
+        text = "no evaluation got better any more"
+        if best is not None and ne is not None:
+            text = f"{text}; the best was after step {words.count(best)}, NE {ne:.4f}"
+        found.append(("stopped early", text))
     return found
 
 

@@ -14,9 +14,8 @@ a run can be continued on another number of ranks; only the random numbers (drop
 import json
 import logging
 import re
-import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,25 +29,22 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from gem.config import RunConfig
 from gem.contract_faults import explain
-from gem.train.checkpoint_faults import damage_named, disk_faults_named
-from gem.train.checkpoint_manifest import (
-    FORMAT,
-    check_content,
-    checksums,
-    is_complete,
-    read_manifest,
-    write_manifest,
-)
+from gem.train.checkpoint_faults import damage_named
+from gem.train.checkpoint_manifest import check_content, is_complete, read_manifest
 from gem.train.history_counts import HistoryCounts
+from gem.train.loop_state import LoopState
 from gem.train.metrics import MetricBlock, MetricStream
 from gem.train.spec import RESUMABLE_KEYS
 from gem_opkit.errors import ConfigError, DataError, refusal
-from gem_parallel.collectives import barrier
 from gem_parallel.launch import World
 
 _log = logging.getLogger(__name__)
 
-_PARTIAL = "partial-"
+PARTIAL = "partial-"
+DAMAGED = "damaged-"
+# A checkpoint while a newer one of the same step takes its place: as good as any, if it comes to
+# that. By name it comes before the new one.
+REPLACED = "replaced-"
 
 
 @dataclass
@@ -64,6 +60,7 @@ class TrainState:
         examples: examples trained on, over all ranks.
         counters: sums that the summary needs, such as FLOPs counted so far.
         histories: lengths of the histories that were trained on.
+        loop: what the loop decides by.
     """
 
     model: nn.Module
@@ -74,6 +71,7 @@ class TrainState:
     examples: int = 0
     counters: dict[str, float] = field(default_factory=dict)
     histories: HistoryCounts = field(default_factory=lambda: HistoryCounts(()))
+    loop: LoopState = field(default_factory=LoopState)
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:
@@ -98,99 +96,72 @@ def latest_complete(checkpoints: Path) -> Path | None:
     Raises:
         DataError: there are checkpoints, and none is complete: to begin anew would overwrite what
             is left of the run.
-        PermissionError: one of them may not be read, so nobody knows what it is worth.
+        OSError: one of them cannot be read, so nobody knows what it is worth.
     """
-    passed_over: list[Path] = []
-    for _, folder in sorted(_step_folders(checkpoints), reverse=True):
-        if is_complete(folder):
-            for damaged in passed_over:
-                _log.warning("%s is not complete and is passed over", damaged)
+    damaged: list[Path] = []
+    for folder, whole in newest_first(checkpoints):
+        if whole:
+            for one in damaged:
+                _log.warning("%s is not complete and is passed over", one)
             return folder
-        passed_over.append(folder)
-    if passed_over:
-        raise DataError(
-            refusal(
-                "checkpoint",
-                str(checkpoints),
-                must="hold a complete checkpoint, or none at all",
-                got=f"{', '.join(one.name for one in passed_over)} with files missing, changed or "
-                "cut short",
-                fix="restore them, or remove them to begin at the first step",
-            )
-        )
+        damaged.append(folder)
+    if damaged:
+        raise none_is_whole(checkpoints, damaged)
     return None
 
 
-def _step_folders(checkpoints: Path) -> list[tuple[int, Path]]:
+def newest_first(checkpoints: Path) -> Iterator[tuple[Path, bool]]:
+    """The checkpoints of a run, and whether each is complete by its manifest and the sizes.
+
+    Args:
+        checkpoints: the run's folder of checkpoints; may be missing.
+
+    Yields:
+        The folder and whether it is complete.
+
+    Raises:
+        OSError: one of them cannot be read, so nobody knows what it is worth.
+    """
+    for _, folder in sorted(step_folders(checkpoints), reverse=True):
+        yield folder, is_complete(folder)
+
+
+def none_is_whole(checkpoints: Path, damaged: Sequence[Path]) -> DataError:
+    """What to say where every checkpoint of a run is damaged.
+
+    Args:
+        checkpoints: the run's folder of checkpoints.
+        damaged: all of them, the newest first.
+    """
+    return DataError(
+        refusal(
+            "checkpoint",
+            str(checkpoints),
+            must="hold a complete checkpoint, or none at all",
+            got=f"{', '.join(one.name for one in damaged)} with files missing, changed or "
+            "cut short",
+            fix="restore them, or remove them to begin at the first step",
+        )
+    )
+
+
+def step_folders(checkpoints: Path) -> list[tuple[int, Path]]:
+    """Every checkpoint that a run has finished, with its step.
+
+    Args:
+        checkpoints: the run's folder of checkpoints; may be missing.
+
+    Raises:
+        PermissionError: the folder may not be read.
+    """
     if not checkpoints.exists():
         return []
     # Listed, not globbed: a glob finds nothing in a folder that may not be read.
     return [
-        (int(entry.name.removeprefix("step-")), entry)
+        (int(entry.name.rpartition("-")[2]), entry)
         for entry in checkpoints.iterdir()
-        if re.fullmatch("step-[0-9]+", entry.name)
+        if re.fullmatch(f"({REPLACED})?step-[0-9]+", entry.name)
     ]
-
-
-def save_checkpoint(
-    checkpoints: Path,
-    state: TrainState,
-    config: RunConfig,
-    world: World,
-    *,
-    current: MetricBlock,
-    dataset: str,
-    keep: int,
-) -> Path:
-    """Write a checkpoint and remove the oldest ones. Every rank has to call this.
-
-    Args:
-        checkpoints: the run's folder of checkpoints, shared by all ranks.
-        state: what to write.
-        config: the run's config, kept beside it.
-        world: the ranks.
-        current: the open block of metrics, merged over ranks.
-        dataset: fingerprint of the data set.
-        keep: newest checkpoints that stay.
-
-    Returns:
-        Folder of the checkpoint.
-    """
-    target = step_folder(checkpoints, state.step)
-    partial = checkpoints / f"{_PARTIAL}{target.name}"
-    if world.is_first:
-        for old in checkpoints.glob(f"{_PARTIAL}*"):
-            shutil.rmtree(old)
-        partial.mkdir(parents=True)
-    barrier(world)
-    tensors, scalars = _collect(state, world, current)
-    with _one_process_is_meant(), disk_faults_named(partial):
-        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(partial), no_dist=world.size == 1)
-    barrier(world)
-    files = checksums(partial, world)
-    if world.is_first:
-        facts = {
-            "format": FORMAT,
-            "step": state.step,
-            "examples": state.examples,
-            "world_size": world.size,
-            "torch": torch.__version__,
-            "dataset": dataset,
-            "config": config.model_dump(mode="json"),
-            "counters": state.counters,
-            "scalars": scalars,
-            "files": files,
-        }
-        with disk_faults_named(partial):
-            write_manifest(partial, facts)
-            if target.exists():  # left there incomplete, by a copy or a full disk
-                shutil.rmtree(target)
-            partial.rename(target)
-        for old in [f for _, f in sorted(_step_folders(checkpoints)) if is_complete(f)][:-keep]:
-            # Renamed first: a run that is killed meanwhile leaves no half of a checkpoint behind.
-            shutil.rmtree(old.rename(old.with_name(f"{_PARTIAL}{old.name}")))
-    barrier(world)
-    return target
 
 
 def check_continues(manifest: Mapping[str, Any], config: RunConfig, dataset: str) -> None:
@@ -253,8 +224,8 @@ def load_checkpoint(folder: Path, state: TrainState, world: World) -> None:
         world: the ranks, as many as wrote it or not.
 
     Raises:
-        DataError: the checkpoint is not complete, has changed since it was written, or does not
-            fit the model.
+        DamagedCheckpoint: it has changed since it was written; the state is as it was.
+        DataError: the checkpoint is not complete, or does not fit the model.
     """
     manifest = read_manifest(folder)
     check_content(folder, manifest, world)
@@ -267,7 +238,7 @@ def load_checkpoint(folder: Path, state: TrainState, world: World) -> None:
         if isinstance(entry, TensorStorageMetadata)
         and (not name.startswith("rng/") or name.startswith(f"rng/{world.rank}/"))
     }
-    with _one_process_is_meant(), damage_named(folder):
+    with single_process_is_meant(), damage_named(folder):
         dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=world.size == 1)
     state.model.load_state_dict(_under(tensors, "model/"))
     for name, average in _under(tensors, "ema/").items():
@@ -282,6 +253,7 @@ def load_checkpoint(folder: Path, state: TrainState, world: World) -> None:
     # Sums over ranks, so exactly one rank keeps them.
     state.counters = dict(manifest["counters"]) if world.is_first else {}
     state.histories.load(_under(tensors, "histories/"), keep=world.is_first)
+    state.loop.load(manifest.get("loop", {}))
     random = _under(tensors, f"rng/{world.rank}/")
     if manifest["world_size"] != world.size:
         _log.warning(
@@ -296,8 +268,8 @@ def load_checkpoint(folder: Path, state: TrainState, world: World) -> None:
 
 
 @contextmanager
-def _one_process_is_meant() -> Iterator[None]:
-    """Torch warns of every save and load in a single process, asked for or not."""
+def single_process_is_meant() -> Iterator[None]:
+    """Keep torch from warning of every save and load in a single process, for a ``with`` block."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
@@ -307,10 +279,22 @@ def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
 
 
-def _collect(
-    state: TrainState, world: World, current: MetricBlock
+def collect(
+    state: TrainState, current: MetricBlock
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, float]]]:
-    """Every tensor by its name in the checkpoint, and the optimizers' plain numbers."""
+    """Every tensor by its name in the checkpoint, and the optimizers' plain numbers.
+
+    Args:
+        state: what a checkpoint is of; its tensors are not copied.
+        current: the open block of metrics.
+
+    Returns:
+        name -> tensor, without random states, which are of each rank; and optimizer -> name ->
+        number.
+
+    Raises:
+        DataError: the model's state holds something that is no tensor.
+    """
     tensors: dict[str, Tensor] = {}
     scalars: dict[str, dict[str, float]] = {}
     for name, value in state.model.state_dict().items():
@@ -339,9 +323,6 @@ def _collect(
     tensors |= {f"histories/{name}": value for name, value in state.histories.tensors().items()}
     for name, data in state.metrics.state(current).items():
         tensors[f"metrics/{name}"] = torch.from_numpy(data.copy())
-    tensors[f"rng/{world.rank}/cpu"] = torch.get_rng_state()
-    if world.device.type == "cuda":
-        tensors[f"rng/{world.rank}/cuda"] = torch.cuda.get_rng_state(world.device)
     return tensors, scalars
 
 
@@ -363,17 +344,28 @@ def _load_optimizer(
 
 
 def _check_names(stored: Mapping[str, Any], state: TrainState) -> None:
-    """The stored model and averages must be those of this model, by name."""
-    wanted = {f"model/{name}" for name in state.model.state_dict()}
-    wanted |= {f"ema/{name}" for name in state.ema}
-    there = {name for name in stored if name.startswith(("model/", "ema/"))}
+    """The stored model and averages must be those of this model, by name and shape."""
+    own = {f"model/{name}": value for name, value in state.model.state_dict().items()}
+    own |= {f"ema/{name}": value for name, value in state.ema.items()}
+    wanted = {(name, tuple(value.shape)) for name, value in own.items()}
+    there = {
+        (name, tuple(getattr(entry, "size", ())))
+        for name, entry in stored.items()
+        if name.startswith(("model/", "ema/"))
+    }
     if wanted != there:
         raise DataError(
             refusal(
                 "checkpoint",
                 "tensors",
                 must="be those of the model",
-                got=f"missing {sorted(wanted - there)[:3]}, unknown {sorted(there - wanted)[:3]}",
-                fix="build the model from the run's own config.toml",
+                got=f"missing {_told(wanted - there)}, unknown {_told(there - wanted)}",
+                fix="take the version of the trainer and the config.toml that the run began with",
             )
         )
+
+
+def _told(tensors: set[tuple[str, tuple[int, ...]]]) -> str:
+    shown = [f"{name} {list(shape)}" for name, shape in sorted(tensors)[:3]]
+    rest = f" and {len(tensors) - 3} more" if len(tensors) > 3 else ""
+    return f"{', '.join(shown)}{rest}" if shown else "none"

@@ -5,7 +5,7 @@ that of a full disk behind a `RuntimeError` of its file writer; so both are look
 """
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,11 +28,10 @@ def disk_faults_named(partial: Path) -> Iterator[None]:
         yield
     except (CheckpointException, RuntimeError, OSError) as fault:
         shutil.rmtree(partial, ignore_errors=True)
-        cause = _origin(fault, (OSError, KeyboardInterrupt))
+        _go_on_ending(fault)
+        cause = _first(fault, lambda one: isinstance(one, OSError))
         if cause is None:
             raise
-        if isinstance(cause, KeyboardInterrupt):
-            raise KeyboardInterrupt from fault
         raise DataError(
             refusal(
                 "checkpoint",
@@ -44,21 +43,29 @@ def disk_faults_named(partial: Path) -> Iterator[None]:
         ) from fault
 
 
-def _origin(fault: BaseException, kinds: tuple[type[BaseException], ...]) -> BaseException | None:
-    """The first error of some kinds among those that led to a fault."""
+def _first(fault: BaseException, wanted: Callable[[BaseException], bool]) -> BaseException | None:
+    """The first of some errors among those that led to a fault."""
     waiting: list[BaseException | None] = [fault]
     seen: set[int] = set()
     while waiting:
         one = waiting.pop(0)
         if one is None or id(one) in seen:
             continue
-        if isinstance(one, kinds):
+        if wanted(one):
             return one
         seen.add(id(one))
         waiting += [one.__cause__, one.__context__]
         if isinstance(one, CheckpointException):
             waiting += [error for error, _ in one.failures.values()]
     return None
+
+
+def _go_on_ending(fault: BaseException) -> None:
+    """Raise again what ends a command, such as Ctrl-C or SIGTERM: torch takes it for a fault."""
+    own = CheckpointException, Exception
+    ending = _first(fault, lambda one: not isinstance(one, own))
+    if ending is not None:
+        raise ending from fault
 
 
 @contextmanager
@@ -69,14 +76,13 @@ def damage_named(folder: Path) -> Iterator[None]:
         folder: the checkpoint that is being read.
 
     Raises:
-        DataError: some file cannot be read.
+        DataError: some file cannot be read. It holds what was written, as its checksum says.
     """
     try:
         yield
     except (CheckpointException, Exception) as fault:
-        if _origin(fault, (KeyboardInterrupt,)) is not None:
-            raise KeyboardInterrupt from fault
-        first = _origin(fault, (Exception,)) or fault
+        _go_on_ending(fault)
+        first = _first(fault, lambda one: isinstance(one, Exception)) or fault
         raise DataError(
             refusal(
                 "checkpoint",

@@ -6,6 +6,7 @@ that: it finds every flipped byte, and nobody forges a checkpoint of their own.
 """
 
 import json
+import os
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,10 @@ _KEYS = frozenset(
 )
 _CHUNK_BYTES = 1 << 22
 _UNREADABLE = -1
+
+
+class DamagedCheckpoint(DataError):
+    """A checkpoint does not hold what was written. One before it may."""
 
 
 def checksums(folder: Path, world: World) -> dict[str, dict[str, int]]:
@@ -57,7 +62,8 @@ def check_content(folder: Path, manifest: Mapping[str, Any], world: World) -> No
         world: the ranks; each reads its share of the files.
 
     Raises:
-        DataError: a file is not what was written; names the first one.
+        DamagedCheckpoint: a file is not what was written; names the first one.
+        DataError: a file cannot be read, so nobody knows what it is worth.
     """
     names = list(manifest["files"])
     found = _shared_out([folder / name for name in names], world)
@@ -69,7 +75,8 @@ def check_content(folder: Path, manifest: Mapping[str, Any], world: World) -> No
 
 def _changed(path: Path, written: int, found: int) -> DataError:
     unreadable = found == _UNREADABLE
-    return DataError(
+    kind = DataError if unreadable else DamagedCheckpoint
+    return kind(
         refusal(
             "checkpoint",
             str(path),
@@ -112,7 +119,10 @@ def write_manifest(folder: Path, facts: Mapping[str, Any]) -> None:
         OSError: the disk refused.
     """
     text = json.dumps({**facts, _OWN: _own_crc32(facts)}, indent=1)
-    (folder / MANIFEST).write_text(text, encoding="utf-8")
+    with (folder / MANIFEST).open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def is_complete(folder: Path) -> bool:
@@ -122,7 +132,7 @@ def is_complete(folder: Path) -> bool:
         folder: a checkpoint.
 
     Raises:
-        PermissionError: it may not be read, so it is not known whether anything is wrong with it.
+        OSError: it cannot be read, so it is not known whether anything is wrong with it.
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
@@ -134,9 +144,9 @@ def is_complete(folder: Path) -> bool:
             (folder / name).stat().st_size == facts["bytes"]
             for name, facts in manifest["files"].items()
         )
-    except PermissionError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return False
+    except (ValueError, KeyError, TypeError, AttributeError):
         return False
 
 

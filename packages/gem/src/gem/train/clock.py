@@ -10,8 +10,12 @@ from statistics import median
 
 import torch
 
-# other: metrics, logs and checkpoints.
-SECTIONS = ("data", "model", "tables", "optimizer", "other")
+# tables: lookups, exchange of their gradients, their optimizer. checkpoint: copying the state and
+# waiting for a write that is under way. evaluation: while training. other: metrics and logs.
+SECTIONS = (
+    *("data", "forward", "backward", "tables", "optimizer"),
+    *("checkpoint", "evaluation", "other"),
+)
 # Newest steps whose times the median is of.
 _STEPS_KEPT = 100_000
 
@@ -21,11 +25,18 @@ class StepClock:
 
     Args:
         device: where the steps run.
+
+    Attributes:
+        seconds: section -> seconds so far.
+        step_ms: times of the newest steps.
+        named_in_trace: whether sections are ranges in a profiler's trace; costs some time.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.seconds: dict[str, float] = dict.fromkeys(SECTIONS, 0.0)
         self.step_ms: deque[float] = deque(maxlen=_STEPS_KEPT)
+        self.named_in_trace = False
+        self._range: torch.profiler.record_function | None = None
         self._cuda = device.type == "cuda"
         self._section: str | None = None
         self._since = self._step_since = 0.0
@@ -47,6 +58,16 @@ class StepClock:
             event.record()
             self._events.append((section, step_ends, event))
         self._section, self._since = section, now
+        if self.named_in_trace or self._range is not None:
+            self._name_range(section)
+
+    def _name_range(self, section: str) -> None:
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+            self._range = None
+        if self.named_in_trace:
+            self._range = torch.profiler.record_function(f"gem: {section}")
+            self._range.__enter__()
 
     def begin_step(self) -> None:
         """Begin a step with its wait for data."""

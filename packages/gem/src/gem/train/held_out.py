@@ -9,10 +9,21 @@ from typing import Any
 import torch
 
 from gem.data.reader import Reader
+from gem.train.checkpoint import step_folder
 from gem.train.evaluate import Predictions, PredictionsFile, evaluate
+from gem.train.guard import FAULTY_FOLDER
+from gem.train.interrupt import Interrupted
 from gem.train.mfu import efficiency
-from gem.train.progress import Display
-from gem.train.run import DATA_ROOT, PREDICTIONS_FILE, Run, read_ahead, reduced_counters
+from gem.train.progress import Display, StepBar
+from gem.train.run import (
+    DATA_ROOT,
+    PREDICTIONS_FILE,
+    Run,
+    asked_to_stop,
+    read_ahead,
+    reduced_counters,
+)
+from gem.train.run_folder import CHECKPOINTS
 from gem.train.run_log import RunLog
 from gem.train.saved_run import saved_run
 from gem.train.step import averaged_weights
@@ -52,6 +63,18 @@ def finish(run: Run, log: RunLog) -> dict[str, Any]:
         summary, domains=f"{run.folder / SUMMARY_FILE}, or gem eval {run.folder} --domains"
     )
     run.display.costs(summary, run.clock.fractions())
+    loop = run.state.loop
+    if loop.stopped_early:
+        best = step_folder(run.folder / CHECKPOINTS, loop.best_step or 0)
+        where = f"is of {best}, which gem eval takes as well"
+        if not best.exists():  # it could not be written, and the run was to go on
+            where = f"was after step {loop.best_step}, of which there is no checkpoint"
+        run.display.stage(
+            f"stopped early, after step {run.state.step} of {run.total_steps}; the best evaluation "
+            f"(NE {loop.best_ne:.4f}) {where}"
+        )
+    if loop.skipped_steps:
+        run.display.stage(f"{loop.skipped_steps} steps were skipped: {run.folder / FAULTY_FOLDER}")
     run.display.stage(f"done: {run.folder}")
     return summary
 
@@ -73,6 +96,9 @@ def evaluate_splits(
 
     Returns:
         split -> task -> metrics.
+
+    Raises:
+        Interrupted: the run was asked to end.
     """
     found: dict[str, Any] = {}
     with averaged_weights(run.step.model, run.step.ema):
@@ -88,13 +114,19 @@ def evaluate_splits(
                     run.reader.schema,
                     run.world,
                     precision=run.step.precision,
-                    on_batch=bar.update,
+                    on_batch=partial(_batch_done, run, bar),
                     sink=None if sink is None else partial(sink, split),
                     embeddings=embeddings,
                 )
             found[split] = block.report()
             run.held_out[split] = block
     return found
+
+
+def _batch_done(run: Run, bar: StepBar, done: int) -> None:
+    bar.update(done)
+    if reason := asked_to_stop(run):
+        raise Interrupted(reason, run.state.step)
 
 
 @contextmanager
@@ -141,6 +173,13 @@ def _summarise(run: Run, held_out: dict[str, Any]) -> dict[str, Any]:
         "examples": state.examples,
         "world_size": world.size,
         "device": name,
+        "training": {
+            "skipped_steps": state.loop.skipped_steps,
+            "skipped_examples": state.loop.skipped_examples,
+            "stopped_early": state.loop.stopped_early,
+            "best_step": state.loop.best_step,
+            "best_ne": state.loop.best_ne,
+        },
         "progressive": state.metrics.lifetime.report(),
         **held_out,
         "throughput": throughput(

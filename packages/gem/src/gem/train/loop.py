@@ -1,41 +1,37 @@
 """A training run from end to end: one pass in time order, evaluation, summary."""
 
-import math
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
-
-import torch
+from typing import Any
 
 from gem.config import RunConfig
 from gem.data.batch import ExampleBatch
-from gem.model.flops import batch_flops
 from gem.report.page import write_report
-from gem.train.checkpoint import save_checkpoint
 from gem.train.clock import StepClock
 from gem.train.diagnostics import Diagnostics
-from gem.train.evaluate import merge_ranks
 from gem.train.held_out import finish
-from gem.train.interrupt import Interrupted, StopRequest
+from gem.train.interim import check_interim, evaluate, is_due
+from gem.train.interrupt import TIME_IS_UP, Interrupted, StopRequest
+from gem.train.log_rows import LogRows, flush, keep_batch, row_is_due, row_stays, stopped_by
 from gem.train.progress import Display, StepBar
 from gem.train.run import (
-    CHECKPOINTS,
     DATA_ROOT,
     Run,
+    agree,
     build_run,
-    check_folder,
     continue_run,
-    held_folder,
     read_ahead,
-    record_config,
-    reduced_counters,
     torch_settings,
 )
+from gem.train.run_folder import check_folder, held_folder, record_config
 from gem.train.run_log import RunLog
-from gem_embeddings.tables import EmbeddingTables
+from gem.train.saving import Saver, out_of_range, state_is_finite
+from gem.train.step import Scored
+from gem.train.trace import Trace
 from gem_opkit.ceilings import device_name
-from gem_opkit.errors import DataError, refusal
-from gem_parallel.collectives import all_reduce_sum
+from gem_opkit.errors import ConfigError, refusal
 from gem_parallel.launch import process_group
 
 
@@ -44,6 +40,7 @@ def train(
     folder: Path,
     *,
     resume: bool = False,
+    profile: bool = False,
     display: Display | None = None,
     data_root: Path = DATA_ROOT,
 ) -> dict[str, Any]:
@@ -53,6 +50,7 @@ def train(
         config: the run.
         folder: the run's folder; missing or empty, unless ``resume``.
         resume: continue from the newest complete checkpoint, or begin where there is none.
+        profile: write a trace of a few steps into the folder.
         display: shows the progress on the first rank; none: silent.
         data_root: where data sets lie that the config names no folder for.
 
@@ -60,11 +58,14 @@ def train(
         The content of ``summary.json``, the same on every rank.
 
     Raises:
-        ConfigError: the folder is in use, or the config is not that of the run to continue.
-        DataError: the data set is missing, malformed or changed, or the loss is not finite.
+        ConfigError: the folder is in use, the config is not that of the run to continue, or the
+            time limit is too short to get on.
+        DataError: the data set is missing, malformed or changed, a step was not finite, or a
+            checkpoint could not be written.
         UnsupportedError: the config asks for what is not built.
-        Interrupted: a signal came; the newest checkpoint holds everything up to it.
+        Interrupted: a signal came, or the time was up; the newest checkpoint holds everything.
     """
+    stop = StopRequest(config.train.wall_limit_s)
     with (
         process_group(config.train.device) as world,
         torch_settings(config.train),
@@ -73,15 +74,25 @@ def train(
         display = display if display is not None and world.is_first else Display(None)
         check_folder(config, folder, resume=resume)
         run = build_run(config, folder, world, display, data_root)
+        check_interim(run)
         record_config(config, folder, world)
         if resume:
             continue_run(run)
             if not world.is_first:  # a checkpoint holds the sum over ranks
-                _out_of_range(run).zero_()
+                out_of_range(run).zero_()
         diagnostics = Diagnostics(run)
         diagnostics.write(run)
-        with RunLog(folder, run.state.step, enabled=world.is_first) as log:
-            _train_steps(run, log, diagnostics)
+        run.stop = stop
+        log = RunLog(
+            folder,
+            run.state.step,
+            stays=partial(row_stays, run),
+            config=config,
+            enabled=world.is_first,
+        )
+        with stop, log, Saver(run, diagnostics) as saver, _getting_on(run):
+            with Trace(run, wanted=profile) as trace:
+                _train_steps(run, LogRows(run, log), saver, trace)
             summary = finish(run, log)
         diagnostics.write(run, run.held_out)
         if world.is_first:
@@ -89,15 +100,38 @@ def train(
         return summary
 
 
-def _train_steps(run: Run, log: RunLog, diagnostics: Diagnostics) -> None:
+@contextmanager
+def _getting_on(run: Run) -> Iterator[None]:
+    """Refuse a time limit that leaves no time to get on: a script would start the run for ever."""
+    began = run.state.step, run.state.loop.evaluated_step
+    try:
+        yield
+    except Interrupted as stop:
+        now = run.state.step, run.state.loop.evaluated_step
+        if stop.reason != TIME_IS_UP or now != began:
+            raise
+        raise ConfigError(
+            refusal(
+                "gem train",
+                "train.wall_limit_s",
+                must="leave time for a whole evaluation",
+                got=f"{run.spec.wall_limit_s:g}, which was up amid one at step {stop.step}, where "
+                "this process had begun",
+                fix="raise it, or evaluate fewer batches",
+            )
+        ) from None
+
+
+def _train_steps(run: Run, rows: LogRows, saver: Saver, trace: Trace) -> None:
     state, spec = run.state, run.spec
     steps_a_pass = run.reader.steps("train")
+    to_take = 0 if run.trained else run.total_steps - state.step
     run.display.stage(
-        f"train {run.total_steps - state.step} steps of {spec.batch_examples} examples in time "
-        f"order on {run.world.size} x {device_name(run.world.device)}"
+        f"train {to_take} steps of {spec.batch_examples} examples in time order on "
+        f"{run.world.size} x {device_name(run.world.device)}"
     )
     tasks = run.reader.schema.labels
-    if state.step < run.total_steps:
+    if not run.trained:
         count = len(tasks)
         loss = "loss" if count == 1 else f"loss, weighted and summed over {count} tasks"
         run.display.stage(
@@ -106,30 +140,49 @@ def _train_steps(run: Run, log: RunLog, diagnostics: Diagnostics) -> None:
         )
     bar = run.display.bar("train", run.total_steps, state.step)
     run.step.model.train()
-    with StopRequest() as stop, bar:
-        while state.step < run.total_steps:
+    with bar:
+        if is_due(run):  # the run was stopped amid it
+            _evaluate_and_save(run, rows, saver, bar)
+        while not run.trained:
             source = run.reader.batches("train", start_step=state.step % steps_a_pass)
             with read_ahead(source, spec) as batches:
                 for batch in _timed(batches, run.clock):
-                    _one_step(run, batch)
-                    if state.step % spec.log_every_steps == 0 or state.step == run.total_steps:
-                        _log_row(run, log, bar)
-                    bar.update(state.step)
-                    _save_or_stop(run, stop, diagnostics)
+                    _one_step(run, batch, saver)
+                    trace.step()
+                    _after_step(run, rows, saver, bar)
+                    if run.trained:
+                        break
         # A signal that came while the last checkpoint was written.
-        if signal_number := _agreed(run, stop):
-            raise Interrupted(signal_number, state.step)
+        if reason := _agreed(run, saver):
+            raise Interrupted(reason, state.step)
 
 
-def _save_or_stop(run: Run, stop: StopRequest, diagnostics: Diagnostics) -> None:
-    """Write the checkpoint that is due; end the run where a signal asked for it."""
+def _after_step(run: Run, rows: LogRows, saver: Saver, bar: StepBar) -> None:
+    """Log, evaluate and save what is due; end the run where somebody asked for it."""
+    if row_is_due(run):
+        rows.write(run, bar)
+    bar.update(run.state.step)
+    _evaluate_and_save(run, rows, saver, bar)
+
+
+def _evaluate_and_save(run: Run, rows: LogRows, saver: Saver, bar: StepBar) -> None:
     step, every = run.state.step, run.spec.checkpoint_every_steps
-    signal_number = _agreed(run, stop)
-    if signal_number or step == run.total_steps or (every and step % every == 0):
-        _save(run)
-        diagnostics.write(run)
-    if signal_number:
-        raise Interrupted(signal_number, step)
+    best = is_due(run) and _evaluate(run, rows, bar)
+    reason = _agreed(run, saver)
+    at_once = bool(reason) or run.trained
+    if at_once or best or (every and step % every == 0):
+        saver.save(run, wait=at_once)
+    if reason:
+        raise Interrupted(reason, step)
+
+
+def _evaluate(run: Run, rows: LogRows, bar: StepBar) -> bool:
+    """Evaluate; where that ends the training, log the steps that no row is of yet."""
+    flush(run)  # a step that nobody judged yet is told by its own name
+    best = evaluate(run, rows.log)
+    if run.state.loop.stopped_early and not row_is_due(run):
+        rows.write(run, bar)
+    return best
 
 
 def _timed(batches: Iterator[ExampleBatch], clock: StepClock) -> Iterator[ExampleBatch]:
@@ -143,135 +196,45 @@ def _timed(batches: Iterator[ExampleBatch], clock: StepClock) -> Iterator[Exampl
         yield batch
 
 
-def _one_step(run: Run, batch: ExampleBatch) -> None:
+def _one_step(run: Run, batch: ExampleBatch, saver: Saver) -> None:
     state, device = run.state, run.world.device
     # On a CPU it is there already, and every look at a tensor gives the thread that reads ahead
     # the chance to keep the interpreter for a while.
     there = batch.labels_BA.device == device
     scored = run.step(batch if there else batch.to(device, non_blocking=True), state.step)
+    if scored.fault is not None:
+        _not_taken(run, batch, scored, saver)
     state.step += 1
     run.pending.append((state.step, batch, scored))
     run.clock.end_step()
 
 
-def _agreed(run: Run, stop: StopRequest) -> int:
-    """The signal that some rank got, after the same step on every rank; 0 to go on."""
+def _not_taken(run: Run, batch: ExampleBatch, scored: Scored, saver: Saver) -> None:
+    """Keep the batch of a step that moved nothing; save what is before it where the run ends."""
+    fault, step = scored.fault, run.state.step + 1
+    if fault is None:
+        return
+    where = keep_batch(run, step, batch, fault)
+    if not fault.stops:
+        why = f"{fault.name} must {fault.must}; got {fault.got}"
+        run.display.stage(f"warning: skipped step {step}: {why}; {where}")
+        return
+    if run.state.step and state_is_finite(run):
+        saver.save(run, wait=True)
+    raise stopped_by(fault, f"in step {step}; {where}")
+
+
+def _agreed(run: Run, saver: Saver) -> int:
+    """Why the run has to end after this step, the same on every rank; 0 to go on."""
     world = run.world
-    if world.size == 1:
-        return stop.signal_number
-    if world.device.type == "cuda" and run.state.step % run.spec.log_every_steps:
+    on_gpus = world.device.type == "cuda" and world.size > 1
+    # An evaluation that is still due has been broken off.
+    ending = run.trained or is_due(run)
+    if on_gpus and run.state.step % run.spec.log_every_steps and not ending:
         return 0  # asking would make the host wait for the device
-    flags = torch.zeros(world.size, dtype=torch.int64, device=world.device)
-    flags[world.rank] = stop.signal_number
-    return int(all_reduce_sum(flags, world).max())
-
-
-def _flush(run: Run) -> None:
-    """Bring what the steps left behind into the metrics. Waits for the device."""
-    state, block = run.state, run.state.metrics.current
-    steps_a_pass = run.reader.steps("train")
-    examples = tokens = 0
-    for step, batch, scored in run.pending:
-        examples += batch.examples
-        tokens += batch.event_tokens
-        loss = float(scored.loss)
-        _check_finite(loss, step)
-        flops = batch_flops(run.config.model, run.reader.schema, batch).total
-        _add(state.counters, loss=loss, loss_steps=1, flops=flops)
-        if step <= steps_a_pass:  # later passes have seen the labels
-            state.histories.add(batch)
-            mask_BA = batch.label_mask_BA.numpy()
-            p_BA = scored.p_BA.cpu().numpy()
-            block.update(
-                p_BA,
-                batch.labels_BA.numpy(),
-                mask_BA,
-                batch.domains_B.numpy(),
-                batch.user_B.numpy(),
-            )
-    run.pending.clear()
-    run.clock.settle()
-    counts = torch.tensor([examples, tokens], dtype=torch.int64, device=run.world.device)
-    examples, tokens = all_reduce_sum(counts, run.world).tolist()
-    state.examples += examples
-    run.examples_here += examples
-    run.tokens_here += tokens
-
-
-def _check_finite(loss: float, step: int) -> None:
-    if not math.isfinite(loss):
-        raise DataError(
-            refusal(
-                "gem train",
-                "loss",
-                must="be finite",
-                got=f"{loss} in step {step}",
-                fix="lower train.dense.lr or set train.clip_norm; check the continuous inputs",
-            )
-        )
-
-
-def _log_row(run: Run, log: RunLog, bar: StepBar) -> None:
-    _flush(run)
-    state, metrics = run.state, run.state.metrics
-    counters = reduced_counters(state.counters, run.world)
-    metrics.close(merge_ranks(metrics.current, run.world))
-    steps = counters["loss_steps"] / run.world.size
-    window = metrics.window().report(gauc=False)
-    speed = run.examples_here / _total_s(run)
-    times = run.reader.times_ms("train")
-    seen = ((state.step - 1) % run.reader.steps("train") + 1) * run.spec.batch_examples
-    row = {
-        "step": state.step,
-        "examples": state.examples,
-        "time_ms": int(times[min(seen, len(times)) - 1]),
-        "loss": counters["loss"] / steps,
-        "lr": run.step.optimizers["dense"].param_groups[0]["lr"],
-        "window": window,
-        "lifetime": metrics.lifetime.report(gauc=False),
-        "examples_per_s": speed,
-        "time_frac": run.clock.fractions(),
-    }
-    _add(state.counters, loss=-state.counters["loss"], loss_steps=-state.counters["loss_steps"])
-    log.write(row)
-    bar.update(
-        state.step,
-        loss=row["loss"],
-        NE=next(iter(window.values()))["ne"],
-        examples_per_s=speed,
-    )
-
-
-def _save(run: Run) -> None:
-    _flush(run)
-    state = run.state
-    counters, histories, outside = state.counters, state.histories, _out_of_range(run)
-    outside_here = outside.clone()
-    state.counters = reduced_counters(counters, run.world)
-    state.histories = histories.merged(run.world)
-    all_reduce_sum(outside, run.world)
-    save_checkpoint(
-        run.folder / CHECKPOINTS,
-        state,
-        run.config,
-        run.world,
-        current=merge_ranks(state.metrics.current, run.world),
-        dataset=run.dataset,
-        keep=run.spec.keep_checkpoints,
-    )
-    state.counters, state.histories = counters, histories
-    outside.copy_(outside_here)
-
-
-def _out_of_range(run: Run) -> torch.Tensor:
-    """Counts by table of ids outside it, of this rank; a buffer of the model."""
-    return cast(EmbeddingTables, run.state.model.get_submodule("tables")).out_of_range
-
-
-def _add(counters: dict[str, float], **amounts: float) -> None:
-    for name, amount in amounts.items():
-        counters[name] = counters.get(name, 0.0) + amount
-
-
-def _total_s(run: Run) -> float:
-    return max(sum(run.clock.seconds.values()), 1e-9)
+    fault = saver.take_fault()
+    own = 0 if run.stop is None else run.stop.reason()
+    reason, failed = agree(world, own, int(fault is not None))
+    if failed:
+        saver.react(run, fault)
+    return reason

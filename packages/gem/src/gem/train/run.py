@@ -1,8 +1,6 @@
 """What the parts of a run share, and how it is set up: folder, data, model, checkpoint."""
 
-import fcntl
-import logging
-import os
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,36 +9,40 @@ from typing import Any
 
 import torch
 
-from gem.config import RunConfig, check_built, parse_recipe, recipe_text
+from gem.config import RunConfig, check_built
 from gem.data.batch import ExampleBatch
 from gem.data.loader import Prefetcher
 from gem.data.prepare import default_folder, notice, provide
 from gem.data.reader import Reader, open_reader
 from gem.model.build import build_model
 from gem.train.checkpoint import (
+    DAMAGED,
     TrainState,
     check_continues,
-    latest_complete,
     load_checkpoint,
+    newest_first,
+    none_is_whole,
     read_manifest,
 )
+from gem.train.checkpoint_manifest import DamagedCheckpoint
 from gem.train.clock import StepClock
 from gem.train.fingerprint import dataset_fingerprint
+from gem.train.guard import Guard
 from gem.train.history_counts import HistoryCounts
+from gem.train.interrupt import StopRequest
+from gem.train.loop_state import LoopState
 from gem.train.metrics import MetricBlock, MetricStream
 from gem.train.progress import Display
-from gem.train.spec import RESUMABLE_KEYS, TrainSpec
+from gem.train.run_folder import CHECKPOINTS
+from gem.train.spec import TrainSpec
 from gem.train.step import Scored, TrainStep
-from gem_opkit.errors import ConfigError, DataError, UnsupportedError, refusal
+from gem.train.wandb_log import check_wandb
+from gem_opkit.errors import DataError, UnsupportedError, refusal
 from gem_parallel.collectives import all_reduce_sum, barrier
 from gem_parallel.launch import World
 from gem_precision.contract import NumberFormat, PrecisionRecipe
 from gem_precision.layers import apply_recipe
 
-_log = logging.getLogger(__name__)
-
-CONFIG_FILE = "config.toml"
-CHECKPOINTS = "checkpoints"
 PREDICTIONS_FILE = "predictions.parquet"
 DATA_ROOT = Path("runs/data")
 _determinism: Any = torch.utils.deterministic  # its setting is a property that no checker sees
@@ -65,6 +67,7 @@ class Run:
         examples_here: examples trained on by this process and its peers since they started.
         tokens_here: their history events.
         held_out: split -> metric state, once it has been evaluated.
+        stop: what asks for an early end; None where nothing does.
     """
 
     config: RunConfig
@@ -81,11 +84,17 @@ class Run:
     examples_here: int = 0
     tokens_here: int = 0
     held_out: dict[str, MetricBlock] = field(default_factory=dict)
+    stop: StopRequest | None = None
 
     @property
     def spec(self) -> TrainSpec:
         """The recipe's ``[train]`` section."""
         return self.config.train
+
+    @property
+    def trained(self) -> bool:
+        """Whether there is no step to take any more."""
+        return self.state.step >= self.total_steps or self.state.loop.stopped_early
 
 
 @contextmanager
@@ -109,128 +118,6 @@ def torch_settings(spec: TrainSpec) -> Iterator[None]:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(strict)
         _determinism.fill_uninitialized_memory = filling
-
-
-@contextmanager
-def held_folder(folder: Path, world: World) -> Iterator[None]:
-    """Make a run's folder and keep other processes from training in it at the same time.
-
-    The first rank holds a lock on the folder itself. The system drops it when the process ends,
-    however it ends, so a killed run leaves nothing to be removed by hand.
-
-    Args:
-        folder: the run's folder.
-        world: the ranks.
-
-    Raises:
-        ConfigError: it is no folder, or another process trains in it.
-    """
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(
-            refusal(
-                "gem train",
-                "--out",
-                must="be a folder",
-                got=f"{folder}, which is none",
-                fix="choose another --out",
-            )
-        )
-    handle, taken = -1, 0
-    if world.is_first:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder, os.O_RDONLY)
-        taken = int(not _locked(handle, folder))
-    try:
-        if all_reduce_sum(torch.tensor([taken], device=world.device), world).item():
-            raise ConfigError(
-                refusal(
-                    "gem train",
-                    "--out",
-                    must="be a folder in which no other process trains",
-                    got=str(folder),
-                    fix="wait for that run to end, or choose another --out",
-                )
-            )
-        yield
-    finally:
-        if handle >= 0:
-            os.close(handle)
-
-
-def _locked(handle: int, folder: Path) -> bool:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as fault:  # some network file systems have no locks
-        _log.warning("%s cannot be locked (%s): start no second run in it", folder, fault)
-    return True
-
-
-def check_folder(config: RunConfig, folder: Path, *, resume: bool) -> None:
-    """Check that a run's folder is empty, or of an equal run that is to go on.
-
-    Args:
-        config: the run.
-        folder: its folder.
-        resume: whether the folder may hold that run already.
-
-    Raises:
-        ConfigError: the folder is in use, or the run in it has other settings; names each key.
-    """
-    path = folder / CONFIG_FILE
-    # A process that was killed while it wrote its config has done nothing else.
-    used = folder.is_dir() and any(entry.name != _partial(path).name for entry in folder.iterdir())
-    if used and not (resume and path.exists()):
-        raise ConfigError(
-            refusal(
-                "gem train --resume" if resume else "gem train",
-                "--out",
-                must=f"be new, empty or a run with its {CONFIG_FILE}"
-                if resume
-                else "be a new or an empty folder",
-                got=f"{folder}, which holds something else"
-                if resume
-                else f"{folder}, which is not empty",
-                fix="choose another --out"
-                if resume
-                else "continue that run with --resume, or choose another --out",
-            )
-        )
-    if resume and path.exists():
-        before = parse_recipe(recipe_text(path), name="run", origin=str(path))
-        keys = config.differences(before, ignored=RESUMABLE_KEYS)
-        if keys:
-            raise ConfigError(
-                refusal(
-                    "gem train --resume",
-                    "config",
-                    must=f"equal {path}",
-                    got="; ".join(keys),
-                    fix="use the same recipe and settings, or another --out",
-                )
-            )
-
-
-def record_config(config: RunConfig, folder: Path, world: World) -> None:
-    """Write the resolved config into the run's folder, whole or not at all.
-
-    Args:
-        config: the run. Its data and model are open by now, so a config with a fault leaves the
-            folder empty, and the mended one can use it.
-        folder: its folder.
-        world: the ranks; the first one writes, once every rank has looked at the folder.
-    """
-    barrier(world)
-    if world.is_first:
-        path = folder / CONFIG_FILE
-        partial = _partial(path)
-        partial.write_text(config.to_toml(), encoding="utf-8")
-        partial.rename(path)
-
-
-def _partial(path: Path) -> Path:
-    return path.with_name(f".{path.name}.partial")
 
 
 def data_folder(config: RunConfig, world: World, display: Display, data_root: Path) -> Path:
@@ -298,7 +185,11 @@ def build_run(
     torch.manual_seed((config.seed + 0x9E3779B97F4A7C15 * (world.rank + 1)) % 2**63)
     clock = StepClock(world.device)
     total_steps = reader.steps("train") * spec.passes
-    step = TrainStep(config, model, schema, world, total_steps=total_steps, clock=clock)
+    loop = LoopState()
+    guard = Guard(spec.guard, world, loop)
+    step = TrainStep(
+        config, model, schema, world, total_steps=total_steps, clock=clock, guard=guard
+    )
     dense = sum(p.numel() for p in step.dense.values())
     rows = sum(p.numel() for p in step.table_parameters)
     display.stage(
@@ -308,7 +199,7 @@ def build_run(
     )
     window = MetricStream(schema.labels, schema.domains, spec.window_steps // spec.log_every_steps)
     histories = HistoryCounts(schema.streams)
-    state = TrainState(model, step.optimizers, step.ema, window, histories=histories)
+    state = TrainState(model, step.optimizers, step.ema, window, histories=histories, loop=loop)
     return Run(
         config,
         folder,
@@ -324,7 +215,9 @@ def build_run(
 
 
 def _check_built(config: RunConfig, world: World) -> None:
-    """Refuse what is not built, by the names of the recipe's keys."""
+    """Refuse what is not built or not there, by the names of the recipe's keys."""
+    if config.train.wandb is not None:
+        check_wandb()
     if config.parallel is not None:
         check_built(config.parallel.model_dump())
     kinds = config.precision.layer_formats
@@ -347,7 +240,10 @@ def _check_built(config: RunConfig, world: World) -> None:
 
 
 def continue_run(run: Run) -> None:
-    """Load the newest complete checkpoint of a run, if it has one.
+    """Load the newest checkpoint of a run that holds what was written, if it has one.
+
+    Damaged ones before it are renamed to ``damaged-step-N``, and a line says so: what they held is
+    trained again, with the same result.
 
     Args:
         run: freshly built; its state is overwritten.
@@ -356,36 +252,66 @@ def continue_run(run: Run) -> None:
         ConfigError, DataError: the checkpoint is of other settings or other data, or all that
             there are have been damaged.
     """
-    newest = latest_complete(run.folder / CHECKPOINTS)
-    if newest is None:
-        run.display.stage("no checkpoint to continue from: begin at the first step")
-        return
-    check_continues(read_manifest(newest), run.config, run.dataset)
-    load_checkpoint(newest, run.state, run.world)
-    run.display.stage(f"continue from {newest}: step {run.state.step} of {run.total_steps}")
+    checkpoints = run.folder / CHECKPOINTS
+    damaged: list[Path] = []
+    for folder, whole in newest_first(checkpoints):
+        if whole:
+            check_continues(read_manifest(folder), run.config, run.dataset)
+            try:
+                load_checkpoint(folder, run.state, run.world)
+            except DamagedCheckpoint:
+                whole = False
+        if whole:
+            _put_aside(damaged, run)
+            run.display.stage(f"continue from {folder}: step {run.state.step} of {run.total_steps}")
+            return
+        damaged.append(folder)
+    if damaged:
+        raise none_is_whole(checkpoints, damaged)
+    run.display.stage("no checkpoint to continue from: begin at the first step")
 
 
-def read_run_config(folder: Path) -> RunConfig:
-    """The resolved config of a run.
+def _put_aside(damaged: list[Path], run: Run) -> None:
+    """Keep damaged checkpoints from counting as some of those that are kept."""
+    barrier(run.world)  # every rank has looked at them
+    for folder in damaged:
+        aside = folder.with_name(f"{DAMAGED}{folder.name}")
+        if run.world.is_first:
+            shutil.rmtree(aside, ignore_errors=True)
+            folder.rename(aside)
+        run.display.stage(
+            f"warning: {folder} is damaged (files missing, changed or cut short) and is now "
+            f"{aside.name}; the one before it is taken"
+        )
+
+
+def asked_to_stop(run: Run) -> int:
+    """Why the run has to end now. Every rank has to call this; the answer is the same on each.
 
     Args:
-        folder: the run's folder.
+        run: may have nothing that asks.
 
-    Raises:
-        ConfigError: the folder holds no run.
+    Returns:
+        Number of a signal, ``TIME_IS_UP``, or 0 to go on.
     """
-    path = folder / CONFIG_FILE
-    if not path.is_file():
-        raise ConfigError(
-            refusal(
-                "gem",
-                "RUN",
-                must=f"be the folder of a run, with its {CONFIG_FILE}",
-                got=str(folder),
-                fix="give the folder that gem train wrote",
-            )
-        )
-    return parse_recipe(recipe_text(path), name="run", origin=str(path))
+    return agree(run.world, 0 if run.stop is None else run.stop.reason())[0]
+
+
+def agree(world: World, *own: int) -> list[int]:
+    """The greatest of each number over ranks. Every rank has to call this.
+
+    Args:
+        world: the ranks.
+        own: numbers of this rank.
+
+    Returns:
+        As many numbers, the same on every rank.
+    """
+    if world.size == 1:
+        return list(own)
+    flags = torch.zeros(world.size, len(own), dtype=torch.int64, device=world.device)
+    flags[world.rank] = torch.tensor(own)
+    return all_reduce_sum(flags, world).amax(0).tolist()
 
 
 @contextmanager

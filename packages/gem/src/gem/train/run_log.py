@@ -1,57 +1,96 @@
-"""What a run writes while it goes on: `metrics.jsonl` and TensorBoard. Only the first rank writes.
+"""What a run writes while it goes on: `metrics.jsonl` and its curves. Only the first rank writes.
 
-A resumed run first cuts off what lies after its checkpoint, and the rows of an evaluation, which
-it does again. So each row stands there once.
+A resumed run first cuts off what lies after its checkpoint, and the rows of the evaluation at the
+end, which it does again. So each row stands there once. Loads no torch before it writes.
 """
 
+import contextlib
+import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from gem.train.whole_file import write_whole
 from gem_opkit.errors import DataError, refusal
+
+if TYPE_CHECKING:
+    from gem.config import RunConfig
 
 METRICS_FILE = "metrics.jsonl"
 
 
 class RunLog:
-    """Appends rows to `metrics.jsonl` and scalars to TensorBoard.
+    """Appends rows to `metrics.jsonl` and scalars to TensorBoard, and to wandb where wanted.
 
     Args:
         folder: the run's folder.
         step: steps already done; rows of later steps are cut off.
+        stays: says of a row of that step whether it is of what has been done; none: all are.
+        config: says whether wandb is wanted; none: it is not.
         enabled: False on all ranks but the first: nothing is written then.
     """
 
-    def __init__(self, folder: Path, step: int, *, enabled: bool) -> None:
-        self._file = self._board = None
+    def __init__(
+        self,
+        folder: Path,
+        step: int,
+        *,
+        enabled: bool,
+        stays: Callable[[dict[str, Any]], bool] = lambda _: True,
+        config: "RunConfig | None" = None,
+    ) -> None:
+        self._file = self._board = self._wandb = None
         if not enabled:
             return
-        from torch.utils.tensorboard import SummaryWriter
+        from gem.train.curves import Curves
 
-        path = folder / METRICS_FILE
-        kept = [row for row in _rows(path) if row["step"] <= step and "split" not in row]
-        partial = path.with_name(f".{path.name}.partial")
-        partial.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-        partial.rename(path)
-        self._file = path.open("a", encoding="utf-8")
-        self._board = SummaryWriter(
-            str(folder / "tensorboard"), purge_step=step + 1 if step else None
-        )
+        self._path = folder / METRICS_FILE
+        kept = [
+            row
+            for row in _rows(self._path)
+            if _of_training(row) and (row["step"] < step or (row["step"] == step and stays(row)))
+        ]
+        write_whole(self._path, "".join(json.dumps(row) + "\n" for row in kept))
+        # Without a buffer, of which a full disk would take a part now and refuse the rest later.
+        self._file = self._path.open("ab", buffering=0)
+        self._board = Curves(folder / "tensorboard", purge_step=step + 1 if step else None)
+        if config is not None and config.train.wandb is not None:
+            from gem.train.wandb_log import WandbLog
+
+            self._wandb = WandbLog(config, folder)
 
     def write(self, row: dict[str, Any]) -> None:
         """Write a row, and every number in it to TensorBoard under its path.
 
         Args:
             row: JSON values; holds ``step``.
+
+        Raises:
+            OSError: the disk refuses the row in the file; it is not there then.
         """
         if self._file is None or self._board is None:
             return
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
-        for path, value in _numbers(row):
-            if path != "step":
-                self._board.add_scalar(path, value, row["step"])
+        self._append(self._file, json.dumps(row).encode() + b"\n")
+        prefix = ""
+        if "split" in row:
+            prefix = f"{'interim' if row.get('interim') else 'final'}/{row['split']}/"
+        numbers = {prefix + path: value for path, value in _numbers(row) if path != "step"}
+        self._board.write(row["step"], numbers)
+        if self._wandb is not None:
+            self._wandb.write(row["step"], numbers)
+
+    def _append(self, file: io.FileIO, line: bytes) -> None:
+        end = file.tell()
+        try:
+            while line:
+                line = line[file.write(line) :]
+        except OSError as fault:
+            with contextlib.suppress(OSError):
+                file.truncate(end)
+            fault.filename = str(self._path)
+            raise
 
     def __enter__(self) -> "RunLog":
         return self
@@ -66,6 +105,12 @@ class RunLog:
             self._file.close()
         if self._board is not None:
             self._board.close()
+        if self._wandb is not None:
+            self._wandb.close()
+
+
+def _of_training(row: dict[str, Any]) -> bool:
+    return "split" not in row or bool(row.get("interim"))
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from gem.train.checkpoint import check_continues, latest_complete, load_checkpoint, read_manifest
 from gem.train.progress import Display
-from gem.train.run import CHECKPOINTS, CONFIG_FILE, Run, build_run, read_run_config, torch_settings
+from gem.train.run import Run, build_run, torch_settings
+from gem.train.run_folder import CHECKPOINTS, CONFIG_FILE, read_run_config
 from gem_opkit.errors import DataError, refusal
 from gem_parallel.launch import process_group
 
@@ -26,8 +27,9 @@ class SavedRun:
 
     @property
     def finished(self) -> bool:
-        """Whether the run had taken its last step."""
-        return self.run.state.step >= self.run.total_steps
+        """Whether the run had taken its last step, or its evaluations had ended it."""
+        state = self.run.state
+        return state.step >= self.run.total_steps or state.loop.stopped_early
 
 
 @contextmanager

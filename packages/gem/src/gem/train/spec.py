@@ -46,10 +46,80 @@ class ScheduleSpec(Contract):
     )
 
 
+class GuardSpec(Contract):
+    """What becomes of a step whose loss or gradients are no numbers, or whose loss jumps.
+
+    The batch of such a step is written to ``faulty-batches/`` in the run's folder, whatever is
+    chosen. A skipped step moves no weight, no average and no optimizer.
+    """
+
+    nonfinite: Literal["stop", "skip"] = Field(
+        default="stop",
+        description="on a loss or a gradient that is NaN or infinite: end the run, with a "
+        "checkpoint of the state before that step, or leave the step out and count it",
+    )
+    spike_factor: float | None = Field(
+        default=None,
+        gt=1,
+        description="a loss of more than so many times the mean of the newest steps is a spike; "
+        "none: nothing is",
+    )
+    spike: Literal["stop", "skip"] = Field(default="skip", description="on a spike: as nonfinite")
+    spike_after_steps: int = Field(
+        default=100, gt=0, description="steps before the first one that can be a spike"
+    )
+    most_skipped_in_a_row: int = Field(
+        default=10,
+        gt=0,
+        description="skipped steps in a row after which the run stops all the same",
+    )
+
+
+class InterimSpec(Contract):
+    """Evaluation while training, and whether it ends the training early."""
+
+    every_steps: int | None = Field(
+        default=None, gt=0, description="steps between evaluations; none: only at the end"
+    )
+    split: str = Field(default="valid", description="what is evaluated")
+    max_batches: int | None = Field(
+        default=None, gt=0, description="batches of the split, from its first one; none: all"
+    )
+    stop_after: int | None = Field(
+        default=None,
+        gt=0,
+        description="end the training after so many evaluations in a row without a better NE; "
+        "none: never",
+    )
+    task: str | None = Field(
+        default=None, description="task whose NE is meant; none: the first of the data set"
+    )
+    min_gain: float = Field(
+        default=0.0, ge=0, description="an NE counts as better if it is lower by more than this"
+    )
+
+
+class WandbSpec(Contract):
+    """Curves on Weights & Biases, beside the files of the run. Needs ``gem-trainer[wandb]``."""
+
+    project: str = Field(min_length=1, description="project that the run is put into")
+    entity: str | None = Field(default=None, description="user or team; none: the account's own")
+    mode: Literal["online", "offline"] = Field(
+        default="online", description="offline: files below the run's folder, for wandb sync"
+    )
+
+
 class TrainSpec(Contract):
     """One training run: batches, optimizers, schedule, checkpoints and logs."""
 
     batch_examples: int = Field(default=512, gt=0, description="examples of a step, over all ranks")
+    accumulation_parts: int = Field(
+        default=1,
+        ge=1,
+        le=4096,
+        description="parts that the batch of a rank is run in, one after the other, to save "
+        "memory; their gradients are added up (gradient accumulation)",
+    )
     passes: int = Field(
         default=1, ge=1, description="times that the training rows are read; 1 is the product's use"
     )
@@ -86,6 +156,21 @@ class TrainSpec(Contract):
         default=None, gt=0, description="steps between checkpoints; none: only the last step's"
     )
     keep_checkpoints: int = Field(default=2, gt=0, description="newest checkpoints that are kept")
+    checkpoint_async: bool = Field(
+        default=True,
+        description="write a checkpoint from a copy in memory while training goes on; false: wait",
+    )
+    checkpoint_failure: Literal["stop", "go_on"] = Field(
+        default="stop",
+        description="when a checkpoint cannot be written: end the run, or warn and try again at "
+        "the next one; the last one of a process has to succeed",
+    )
+    wall_limit_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="seconds after the start of this process by which it has written a checkpoint "
+        "and ended, to be continued with --resume; none: no limit",
+    )
     log_every_steps: int = Field(
         default=20, gt=0, description="steps between rows of metrics.jsonl and TensorBoard"
     )
@@ -96,6 +181,15 @@ class TrainSpec(Contract):
     )
     predictions: bool = Field(
         default=False, description="write predictions.parquet for the valid and test rows"
+    )
+    guard: GuardSpec = Field(
+        default=GuardSpec(), description="loss or gradients that are no numbers, and jumps"
+    )
+    interim: InterimSpec = Field(
+        default=InterimSpec(), description="evaluation while training, and early stop"
+    )
+    wandb: WandbSpec | None = Field(
+        default=None, description="curves on Weights & Biases as well; none: not"
     )
 
     @model_validator(mode="after")
@@ -112,19 +206,49 @@ class TrainSpec(Contract):
             )
         return self
 
+    @model_validator(mode="after")
+    def _early_stop_has_evaluations(self) -> Self:
+        if self.interim.stop_after is not None and self.interim.every_steps is None:
+            raise ConfigError(
+                refusal(
+                    "train",
+                    "interim.stop_after",
+                    must="come with interim.every_steps, the steps between evaluations",
+                    got=self.interim.stop_after,
+                    fix="set train.interim.every_steps as well",
+                )
+            )
+        return self
+
 
 # Settings that may differ between a checkpoint and the run that continues it: they decide where a
 # run finds its data, how it is watched and kept, not what it computes. That the data is the same
-# is checked by its fingerprint.
+# is checked by its fingerprint. The guard is among them because a run that stopped on a faulty
+# batch is to go on without it.
 RESUMABLE_KEYS = frozenset(
     {
         "description",
         "data.folder",
         "data.source",
+        "data.memory_mib",
+        "data.workers",
+        "data.index_folder",
         "train.prefetch_batches",
         "train.checkpoint_every_steps",
         "train.keep_checkpoints",
+        "train.checkpoint_async",
+        "train.checkpoint_failure",
+        "train.wall_limit_s",
         "train.predictions",
+        "train.guard.nonfinite",
+        "train.guard.spike",
+        "train.guard.spike_factor",
+        "train.guard.spike_after_steps",
+        "train.guard.most_skipped_in_a_row",
+        "train.wandb",
+        "train.wandb.project",
+        "train.wandb.entity",
+        "train.wandb.mode",
     }
 )
 

@@ -9,12 +9,13 @@ uneven the slices.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from gem.config import RunConfig
 from gem.data.batch import ExampleBatch
@@ -23,6 +24,8 @@ from gem.data.schema import BatchSchema
 from gem.model.heads import known_weight, multi_task_loss
 from gem.model.structure import loss_weights
 from gem.train.clock import StepClock
+from gem.train.guard import Fault, Guard, is_finite
+from gem.train.micro_batches import micro_batches
 from gem.train.spec import TrainSpec, schedule_factor
 from gem_embeddings.optimizer import merge_sparse_gradients, table_optimizer
 from gem_embeddings.tables import EmbeddingTables
@@ -41,10 +44,14 @@ class Scored:
     Attributes:
         p_BA: probabilities before the update, float32.
         loss: this rank's share of the batch's training loss, a scalar; the shares add up.
+        finite: whether that and this rank's gradients are finite, a bool scalar.
+        fault: why the weights were left as they were; None where they moved.
     """
 
     p_BA: Tensor
     loss: Tensor
+    finite: Tensor
+    fault: Fault | None = None
 
 
 class TrainStep:
@@ -57,6 +64,7 @@ class TrainStep:
         world: the ranks.
         total_steps: steps of the whole run.
         clock: told which section runs.
+        guard: says which steps must not move the weights; none: all may.
 
     Raises:
         ConfigError: a setting names a parameter that the model does not have.
@@ -72,13 +80,15 @@ class TrainStep:
         *,
         total_steps: int,
         clock: StepClock,
+        guard: Guard | None = None,
     ) -> None:
+        self.guard = guard
         self.spec: TrainSpec = config.train
         self.model, self.world, self.clock = model, world, clock
         self.total_steps = total_steps
         self.task_weights = loss_weights(config.model, schema)
         self.precision = apply_recipe(config.precision, world.device.type)
-        lookups = cast(EmbeddingTables, model.get_submodule("tables"))
+        self.lookups = lookups = cast(EmbeddingTables, model.get_submodule("tables"))
         self.table_parameters = lookups.table_parameters()
         tables = {id(p) for p in self.table_parameters}
         self.dense = {n: p for n, p in model.named_parameters() if id(p) not in tables}
@@ -99,7 +109,7 @@ class TrainStep:
         # Lookups run inside the model's forward pass; their time is booked under the tables. Those
         # of an evaluation are no time of training.
         lookups.register_forward_pre_hook(lambda module, *_: _mark(clock, module, "tables"))
-        lookups.register_forward_hook(lambda module, *_: _mark(clock, module, "model"))
+        lookups.register_forward_hook(lambda module, *_: _mark(clock, module, "forward"))
 
     def __call__(self, batch: ExampleBatch, step: int) -> Scored:
         """Score a batch, then learn from it.
@@ -109,20 +119,60 @@ class TrainStep:
             step: 0-based step of the run, which decides the learning rates.
 
         Returns:
-            The probabilities and the loss.
+            The probabilities, the loss, and whether the weights moved.
         """
-        self.clock.mark("model")
-        known_A = all_reduce_sum(known_weight(batch), self.world)
-        for optimizer in self.optimizers.values():
-            optimizer.zero_grad(set_to_none=True)
-        with self.precision():
-            logits_BA = self.wrapped(batch)
-        loss = multi_task_loss(logits_BA, batch, self.task_weights, known_A=known_A)
-        # Gradients are averaged over ranks, and what is wanted is their sum.
-        (loss * self.world.size).backward()
+        before = self._before() if self.guard is not None and self.guard.decides else None
+        logits, loss = self._gradients(batch)
         self.clock.mark("tables")
         if self.world.size > 1:
             merge_sparse_gradients(self.table_parameters, self.world)
+        self.clock.mark("optimizer")
+        finite = is_finite(loss, [*self.dense.values(), *self.table_parameters])
+        p_BA = probabilities(logits)
+        if self.guard is not None and before is not None:
+            fault = self.guard.judge(loss, finite)
+            if fault is not None:
+                if fault.stops:
+                    self._restore(*before)
+                self.clock.mark("other")
+                return Scored(p_BA, loss, finite, fault)
+        self._update(step)
+        self.clock.mark("other")
+        return Scored(p_BA, loss, finite)
+
+    def _gradients(self, batch: ExampleBatch) -> tuple[Tensor, Tensor]:
+        """Logits and loss of a batch, run in parts whose gradients add up."""
+        self.clock.mark("forward")
+        known_A = all_reduce_sum(known_weight(batch), self.world)
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad(set_to_none=True)
+        logits: list[Tensor] = []
+        losses: list[Tensor] = []
+        parts = self.spec.accumulation_parts
+        for place, part in enumerate(micro_batches(batch, parts), start=1):
+            self.clock.mark("forward")
+            with self._ranks_apart(place < parts):
+                with self.precision():
+                    logits_BA = self.wrapped(part)
+                # Divided by the weights of the whole batch: the parts' losses add up to its loss.
+                loss = multi_task_loss(logits_BA, part, self.task_weights, known_A=known_A)
+                self.clock.mark("backward")
+                # Gradients are averaged over ranks, and what is wanted is their sum.
+                (loss * self.world.size).backward()
+            logits.append(logits_BA.detach())
+            losses.append(loss.detach())
+        if parts == 1:
+            return logits[0], losses[0]
+        return torch.cat(logits), torch.stack(losses).sum()
+
+    def _ranks_apart(self, apart: bool) -> AbstractContextManager[None]:  # noqa: FBT001 - a fact
+        """Let ranks exchange gradients in the last part alone: they hold the sum by then."""
+        if apart and isinstance(self.wrapped, DistributedDataParallel):
+            return self.wrapped.no_sync()
+        return nullcontext()
+
+    def _update(self, step: int) -> None:
+        self.clock.mark("tables")
         self.set_rates(step)
         if "tables" in self.optimizers:
             self.optimizers["tables"].step()
@@ -132,8 +182,19 @@ class TrainStep:
         self.optimizers["dense"].step()
         if self.ema:
             self._average(step)
-        self.clock.mark("other")
-        return Scored(probabilities(logits_BA.detach()), loss.detach())
+
+    def _before(self) -> tuple[dict[str, Tensor], Tensor]:
+        """What a forward pass changes: random states and the count of ids out of range."""
+        random = {"cpu": torch.get_rng_state()}
+        if self.world.device.type == "cuda":
+            random["cuda"] = torch.cuda.get_rng_state(self.world.device)
+        return random, self.lookups.out_of_range.clone()
+
+    def _restore(self, random: dict[str, Tensor], out_of_range: Tensor) -> None:
+        torch.set_rng_state(random["cpu"])
+        if "cuda" in random:
+            torch.cuda.set_rng_state(random["cuda"], self.world.device)
+        self.lookups.out_of_range.copy_(out_of_range)
 
     def set_rates(self, step: int) -> None:
         """Set the learning rates of a step.

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gem.train.whole_file import write_whole
+
 if TYPE_CHECKING:
     import torch
 
@@ -88,6 +90,4 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
         path: the file.
         content: JSON values; a NaN is refused.
     """
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    partial.rename(path)
+    write_whole(path, json.dumps(content, indent=2, allow_nan=False) + "\n")

@@ -108,6 +108,11 @@ class StatisticsEngine:
             cursor.seek(row)
         return cursor
 
+    def forget(self) -> None:
+        """Drop the state that lies ready; the next cursor makes one."""
+        with self._lock:
+            self._idle = None
+
     def release(self, cursor: "StatisticsCursor") -> None:
         """Give a cursor back, so that a later one may continue from it.
 

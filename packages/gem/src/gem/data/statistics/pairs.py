@@ -31,7 +31,7 @@ class Pairs:
         spec: PairStatistic | EventStatistic,
     ) -> None:
         self.histories = histories
-        self._labels = sources.example_column(base.spec.label).values
+        self._labels = sources.example_column(base.spec.label)
         self._sums = PairSums(base.counter.space.size, spec.max_pairs)
         self.reading = Reading(np.empty(0, np.int64), np.empty(0, np.int64))
 

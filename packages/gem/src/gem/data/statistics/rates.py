@@ -122,7 +122,7 @@ class Counter:
                 )
             )
         self.space = KeySpace(sources, keys, max_keys)
-        self._labels, self._times = sources.example_column(label).values, sources.times
+        self._labels, self._times = sources.example_column(label), sources.times
         delay_ms = label_delay_ms(sources, label)
         self._late = LateLabels(delay_ms) if delay_ms > 1 else None
         self._sums = KeyedSums(self.space.size)
