@@ -3,8 +3,11 @@
 Run ``python packages/attention/benchmarks/bench_block_attention.py`` in the root.
 """
 
+from collections.abc import Iterator
+from functools import partial
+
 import torch
-from packed import Fn, loop_over, main, operands, padded_sdpa, rows, softmax_rows, wanted
+from packed import Fn, loop_over, operands, padded_sdpa, rows, softmax_rows, wanted
 from torch import Tensor
 
 from gem_attention.kernels.block_attention.cases import CASES
@@ -14,8 +17,10 @@ from gem_attention.kernels.block_attention.cost import (
 )
 from gem_attention.ops import block_attention
 from gem_attention.patterns import visible_pairs_block
+from gem_attention.workloads import AttentionCase
 from gem_jagged.batch import Layout
 from gem_opkit.bench import BenchCase
+from gem_opkit.bench_scripts import Group, run_script
 
 BLOCK = 64
 
@@ -34,30 +39,32 @@ def as_sequences(attend: Fn) -> Fn:
     return run
 
 
-def make_cases(device: str) -> list[BenchCase]:
-    made = []
+def rows_for(case: AttentionCase, device: str) -> list[BenchCase]:
+    q, k, v, layout, _ = operands(case, device)
+    size = {
+        "visible_pairs": visible_pairs_block(layout.lengths, BLOCK),
+        "tokens": layout.total_tokens,
+        "heads": case.heads,
+        "kv_heads": case.kv_heads,
+        "head_width": case.head_width,
+        "value_width": case.head_width,
+        "element_bytes": q.element_size(),
+    }
+    return rows(
+        case,
+        block_attention,
+        as_sequences(loop_over(softmax_rows, (None, None))),
+        (q, k, v, layout),
+        costs=(block_attention_cost(**size), block_attention_backward_cost(**size)),
+        peers={"padded_sdpa": as_sequences(padded_sdpa((None, None)))},
+        shapes={"block_tokens": BLOCK},
+    )
+
+
+def groups_of(device: str) -> Iterator[Group]:
     for case in wanted(CASES, device):
-        q, k, v, layout, _ = operands(case, device)
-        size = {
-            "visible_pairs": visible_pairs_block(layout.lengths, BLOCK),
-            "tokens": layout.total_tokens,
-            "heads": case.heads,
-            "kv_heads": case.kv_heads,
-            "head_width": case.head_width,
-            "value_width": case.head_width,
-            "element_bytes": q.element_size(),
-        }
-        made += rows(
-            case,
-            block_attention,
-            as_sequences(loop_over(softmax_rows, (None, None))),
-            (q, k, v, layout),
-            costs=(block_attention_cost(**size), block_attention_backward_cost(**size)),
-            peers={"padded_sdpa": as_sequences(padded_sdpa((None, None)))},
-            shapes={"block_tokens": BLOCK},
-        )
-    return made
+        yield case.name, partial(rows_for, case, device)
 
 
 if __name__ == "__main__":
-    main("block_attention", make_cases)
+    run_script("block_attention", groups_of)

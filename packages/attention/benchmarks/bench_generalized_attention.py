@@ -11,14 +11,14 @@ is installed, torch's ``varlen_attn``, and cuDNN where nothing is padded; and to
 the padded products of one case, which takes its seconds to compile (``padded_compiled``).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from bench_jagged_flash_attention import DRAWN, gpu_peers
-from packed import Fn, Window, loop_over, main, operands, rows, wanted
+from packed import Fn, Window, loop_over, operands, pairs, rows, wanted
 from torch import Tensor
 
 from gem_attention.activations import activate
@@ -35,6 +35,7 @@ from gem_attention.workloads import AttentionCase
 from gem_jagged.batch import Layout
 from gem_jagged.ops import jagged_to_padded, padded_to_jagged
 from gem_opkit.bench import BenchCase
+from gem_opkit.bench_scripts import Group, run_script
 from gem_opkit.budget import check_budget
 from gem_opkit.cost import Cost
 
@@ -79,23 +80,27 @@ def costs_of(case: AttentionCase, element_bytes: int) -> tuple[Cost, Cost]:
     return generalized_attention_cost(**size), generalized_attention_backward_cost(**size)
 
 
-def make_cases(device: str) -> list[BenchCase]:
+def groups_of(device: str) -> Iterator[Group]:
     if device.split(":")[0] == "cuda":
         # Drawn when they are timed, and dropped after: together they would not fit.
-        return [row for one in GPU_CASES for row in gpu_rows(one, device)]
-    made = []
+        for one in GPU_CASES:
+            yield from pairs(gpu_rows(one, device))
+        return
     for case in wanted(CASES, device):
-        inputs = operands(case, device)
-        made += rows(
-            case,
-            partial(generalized_attention, activation="gelu", window=case.window),
-            loop_over(gelu_rows, case.window),
-            inputs,
-            costs=costs_of(case, inputs[0].element_size()),
-            peers={"padded": padded(case.window)},
-            shapes={"activation": "gelu"},
-        )
-    return made
+        yield case.name, partial(cpu_rows, case, device)
+
+
+def cpu_rows(case: AttentionCase, device: str) -> list[BenchCase]:
+    inputs = operands(case, device)
+    return rows(
+        case,
+        partial(generalized_attention, activation="gelu", window=case.window),
+        loop_over(gelu_rows, case.window),
+        inputs,
+        costs=costs_of(case, inputs[0].element_size()),
+        peers={"padded": padded(case.window)},
+        shapes={"activation": "gelu"},
+    )
 
 
 def gpu_rows(one: GpuCase, device: str) -> list[BenchCase]:
@@ -200,4 +205,4 @@ def gate(one: GpuCase, device: str, fn: Fn) -> None:
 
 
 if __name__ == "__main__":
-    main("generalized_attention", make_cases)
+    run_script("generalized_attention", groups_of)

@@ -16,14 +16,24 @@ result if ``FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1`` is set.
 """
 
 import importlib
-from collections.abc import Callable, Sequence
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from packed import loop_over, main, njt_sdpa, operands, padded_sdpa, rows, softmax_rows, wanted
+from packed import (
+    loop_over,
+    njt_sdpa,
+    operands,
+    padded_sdpa,
+    pairs,
+    rows,
+    softmax_rows,
+    wanted,
+)
 from torch import Tensor
 
 from gem_attention.flash_compat import flash_attn_varlen_func
@@ -39,6 +49,7 @@ from gem_attention.workloads import POOLED_WORK, SELF_WORK, AttentionCase
 from gem_jagged.batch import Layout
 from gem_jagged.workloads import zipf_lengths
 from gem_opkit.bench import BenchCase, backward_of
+from gem_opkit.bench_scripts import Group, run_script
 from gem_opkit.budget import check_budget
 from gem_opkit.cost import Cost
 
@@ -71,25 +82,29 @@ def costs_of(case: AttentionCase, inputs: Sequence[Any]) -> tuple[Cost, Cost]:
     return jagged_flash_attention_cost(**size), jagged_flash_attention_backward_cost(**size)
 
 
-def make_cases(device: str) -> list[BenchCase]:
+def groups_of(device: str) -> Iterator[Group]:
     if device.split(":")[0] == "cuda":
         # Drawn when they are timed, and dropped after: together they would not fit.
-        return [row for case in wanted(GPU_CASES, device) for row in gpu_rows(case, device)]
-    made = []
+        for case in wanted(GPU_CASES, device):
+            yield from pairs(gpu_rows(case, device))
+        return
     for case in wanted(CASES, device):
-        inputs = operands(case, device)
-        peers = {"padded_sdpa": padded_sdpa(case.window)}
-        if case.window == (None, None):
-            peers["njt_sdpa"] = njt_sdpa
-        made += rows(
-            case,
-            partial(jagged_flash_attention, window=case.window),
-            loop_over(softmax_rows, case.window),
-            inputs,
-            costs=costs_of(case, inputs),
-            peers=peers,
-        )
-    return made
+        yield case.name, partial(cpu_rows, case, device)
+
+
+def cpu_rows(case: AttentionCase, device: str) -> list[BenchCase]:
+    inputs = operands(case, device)
+    peers = {"padded_sdpa": padded_sdpa(case.window)}
+    if case.window == (None, None):
+        peers["njt_sdpa"] = njt_sdpa
+    return rows(
+        case,
+        partial(jagged_flash_attention, window=case.window),
+        loop_over(softmax_rows, case.window),
+        inputs,
+        costs=costs_of(case, inputs),
+        peers=peers,
+    )
 
 
 class Drawn:
@@ -173,14 +188,17 @@ def compat(case: AttentionCase) -> Fn:
 
 
 def gpu_peers(case: AttentionCase) -> dict[str, Fn]:
-    """Return the peers that are installed and take the case."""
-    varlen = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    """Return the peers that are installed and take the case.
+
+    Each is imported when it is first called: what one of them breaks is its own row's entry.
+    """
     window = None if case.window == (None, None) else case.window
 
     def offsets(layout: Layout) -> Tensor:
         return layout.offsets_O.to(torch.int32)
 
     def varlen_attn(q: Tensor, k: Tensor, v: Tensor, q_layout: Layout, k_layout: Layout) -> Any:
+        varlen = importlib.import_module("torch.nn.attention.varlen").varlen_attn
         sizes = (q_layout.max_length, k_layout.max_length)
         more = {} if window is None else {"window_size": window}
         return varlen(q, k, v, offsets(q_layout), offsets(k_layout), *sizes, **more)
@@ -197,14 +215,13 @@ def gpu_peers(case: AttentionCase) -> dict[str, Fn]:
     peers: dict[str, Fn] = {"varlen_attn": varlen_attn}
     if window is None and len(set(case.q_lengths)) == len(set(case.keys)) == 1:
         peers["padded_cudnn"] = padded_cudnn
-    try:
-        flash = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
-    except ModuleNotFoundError:
+    if importlib.util.find_spec("flash_attn") is None:
         return peers
 
     def flash_attention_4(
         q: Tensor, k: Tensor, v: Tensor, q_layout: Layout, k_layout: Layout
     ) -> Any:
+        flash = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
         out = flash(
             q,
             k,
@@ -259,4 +276,4 @@ def gate(case: AttentionCase, device: str, fn: Fn) -> None:
 
 
 if __name__ == "__main__":
-    main("jagged_flash_attention", make_cases)
+    run_script("jagged_flash_attention", groups_of)

@@ -9,7 +9,7 @@ queries are repeated outside of the timing, and they leave the sum of the seeds'
 batch undone.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Literal
 
@@ -18,9 +18,9 @@ from bench_jagged_flash_attention import gpu_peers
 from packed import (
     Fn,
     loop_over,
-    main,
     operands,
     padded_sdpa,
+    pairs,
     rows,
     softmax_rows,
     wanted,
@@ -36,6 +36,7 @@ from gem_attention.ops import jagged_flash_attention, pooled_attention
 from gem_attention.workloads import AttentionCase
 from gem_jagged.batch import Layout
 from gem_opkit.bench import BenchCase, backward_of
+from gem_opkit.bench_scripts import Group, run_script
 from gem_opkit.budget import check_budget, check_run_budget, fresh, run_with_gradients
 from gem_opkit.cost import Cost
 
@@ -66,23 +67,27 @@ def costs_of(case: AttentionCase, element_bytes: int) -> tuple[Cost, Cost]:
     return pooled_attention_cost(**size), pooled_attention_backward_cost(**size)
 
 
-def make_cases(device: str) -> list[BenchCase]:
+def groups_of(device: str) -> Iterator[Group]:
     if device.split(":")[0] == "cuda":
         # Drawn when they are timed, and dropped after: together they would not fit.
-        return [row for case in wanted(CASES, device) for row in gpu_rows(case, device)]
-    made = []
+        for case in wanted(CASES, device):
+            yield from pairs(gpu_rows(case, device))
+        return
     for case in wanted(CASES, device):
-        q, k, v, _, layout = operands(case, device)
-        seeds = q[: case.q_lengths[0]].detach().requires_grad_()
-        made += rows(
-            case,
-            pooled_attention,
-            repeated(loop_over(softmax_rows, (None, None))),
-            (seeds, k, v, layout),
-            costs=costs_of(case, q.element_size()),
-            peers={"padded_sdpa": repeated(padded_sdpa((None, None)))},
-        )
-    return made
+        yield case.name, partial(cpu_rows, case, device)
+
+
+def cpu_rows(case: AttentionCase, device: str) -> list[BenchCase]:
+    q, k, v, _, layout = operands(case, device)
+    seeds = q[: case.q_lengths[0]].detach().requires_grad_()
+    return rows(
+        case,
+        pooled_attention,
+        repeated(loop_over(softmax_rows, (None, None))),
+        (seeds, k, v, layout),
+        costs=costs_of(case, q.element_size()),
+        peers={"padded_sdpa": repeated(padded_sdpa((None, None)))},
+    )
 
 
 class Drawn:
@@ -197,4 +202,4 @@ def gate(case: AttentionCase, device: str, activation: Activation) -> None:
 
 
 if __name__ == "__main__":
-    main("pooled_attention", make_cases)
+    run_script("pooled_attention", groups_of)

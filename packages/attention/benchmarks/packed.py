@@ -1,9 +1,7 @@
-"""What the benchmarks of this folder share: the command line, inputs, peers and the gate."""
+"""What the benchmarks of this folder share: groups of rows, inputs, peers and the gate."""
 
-import argparse
-import logging
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -14,7 +12,8 @@ from gem_attention.patterns import window_mask
 from gem_attention.workloads import AttentionCase
 from gem_jagged.batch import Layout
 from gem_jagged.ops import jagged_to_padded, padded_to_jagged
-from gem_opkit.bench import BenchCase, backward_of, run_bench
+from gem_opkit.bench import BenchCase, backward_of
+from gem_opkit.bench_scripts import Group
 from gem_opkit.budget import check_run_budget, fresh, run_with_gradients
 from gem_opkit.cost import Cost
 
@@ -22,17 +21,16 @@ Window = tuple[int | None, int | None]
 Fn = Callable[..., Any]
 
 
-def main(name: str, make_cases: Callable[[str], list[BenchCase]]) -> None:
-    """Parse the command line and run a benchmark."""
-    parser = argparse.ArgumentParser(description=f"Time {name} and its peers.")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=Path("results"))
-    parser.add_argument("--calls", type=int, default=20)
-    parser.add_argument("--case", default="", help="only cases whose name has this in it")
-    given = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    cases = [case for case in make_cases(given.device) if given.case in case.name]
-    run_bench(name, cases, device=given.device, out=given.out, calls=given.calls)
+def pairs(made: Sequence[BenchCase]) -> Iterator[Group]:
+    """Group rows that come as forward and backward: one gate stands for both."""
+    for forward, backward in zip(made[::2], made[1::2], strict=True):
+        yield forward.name.removesuffix("_forward"), lambda pair=(forward, backward): pair
+
+
+def lazily(make: Callable[[], Callable[[], Any]]) -> Callable[[], Any]:
+    """Return a call that is made when it is first called, so that its failure is that call's."""
+    made = cache(make)
+    return lambda: made()()
 
 
 def wanted(cases: Sequence[AttentionCase], device: str) -> list[AttentionCase]:
@@ -84,7 +82,7 @@ def rows(
     }
     everyone = {"loop": loop, **peers}
     forward = {name: (lambda fn=fn: fn(*inputs)) for name, fn in everyone.items()}
-    backward = {name: backward_of(fn, inputs) for name, fn in everyone.items()}
+    backward = {name: lazily(partial(backward_of, fn, inputs)) for name, fn in everyone.items()}
     dtype = str(inputs[0].dtype).removeprefix("torch.")
     return [
         BenchCase(
@@ -98,7 +96,7 @@ def rows(
         ),
         BenchCase(
             name=f"{case.name}_backward",
-            run=backward_of(run, inputs),
+            run=lazily(partial(backward_of, run, inputs)),
             check=lambda: None,  # the gate of the forward row compared the gradients
             cost=costs[1],
             shapes=described,

@@ -272,13 +272,10 @@ def test_tile_lists_compile(sequences):
             "starts_ptr": "*i64" if by_sorting else "*i32",
             "entries_ptr": "*i32",
             "count_ptr": "*i32",
-            "others_ptr": "*i32",
             **dict.fromkeys(("tokens", "other_tokens", "batch", "span", "capacity"), "i32"),
         },
         {
             "BLOCK_TOKENS": 64,
-            "OTHER_BLOCK": 0 if by_sorting else 64,
-            "OTHERS_FROM": 2,
             "DESCENDING": by_sorting,
             "HAS_STARTS": by_sorting,
             "BLOCK_B": 16,

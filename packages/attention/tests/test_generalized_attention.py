@@ -568,7 +568,9 @@ def test_the_log_says_once_which_kernel_ran(caplog, monkeypatch):
     q, k, v, *_ = inputs((3, 4))
     with caplog.at_level("INFO"):
         for _ in range(2):
-            op._kernels(q, k, v, batch=2, window=(None, None), deterministic=False)
+            op._kernels(
+                q, k, v, batch=2, window=(None, None), deterministic=False, activations="gelu"
+            )
     assert [r.message for r in caplog.records] == [
         "generalized_attention: kernel runs on cpu for torch.float32, K=4, V=4"
     ]

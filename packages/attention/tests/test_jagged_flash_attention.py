@@ -8,7 +8,8 @@ import pytest
 import torch
 from hypothesis import strategies
 
-from gem_attention.kernels.jagged_flash_attention import op
+from gem_attention import softmax_dispatch
+from gem_attention.choosing import readable_rows
 from gem_attention.kernels.jagged_flash_attention.cases import CASES
 from gem_attention.kernels.jagged_flash_attention.cost import (
     jagged_flash_attention_backward_cost,
@@ -218,7 +219,7 @@ def kernels(request, monkeypatch):
     if request.param == "plain":
         from gem_attention.kernels.jagged_flash_attention import kernel
 
-        monkeypatch.setattr(op, "_kernels", lambda *_, **__: kernel)
+        monkeypatch.setattr(softmax_dispatch, "_kernels", lambda *_, **__: kernel)
 
 
 # On the GPU the reference is the operator's own, held to the masks by the tests on the CPU. It too
@@ -682,8 +683,8 @@ def test_rows_that_int32_cannot_reach_are_copied():
     # 512 rows, more than a tile has, stay below 2^31 elements; meta tensors take no memory.
     for stride, taken in ((2**22 - 1, True), (2**22, False)):
         rows = torch.empty_strided((600, 2, 8), (stride, 8, 1), device="meta")
-        assert (op._rows(rows) is rows) == taken
-        assert op._rows(rows).stride() == ((stride, 8, 1) if taken else (16, 8, 1))
+        assert (readable_rows(rows) is rows) == taken
+        assert readable_rows(rows).stride() == ((stride, 8, 1) if taken else (16, 8, 1))
 
 
 def test_gradient_of_the_logsumexp_alone():
@@ -855,11 +856,11 @@ def test_tunings_are_at_most_as_many_as_buckets(monkeypatch, tmp_path):
 
 
 def test_the_log_says_once_which_kernel_ran(caplog, monkeypatch):
-    monkeypatch.setattr(op, "_announced", set())
+    monkeypatch.setattr(softmax_dispatch, "_announced", set())
     q, k, v, *_ = inputs((3, 4))
     with caplog.at_level("INFO"):
         for _ in range(2):
-            op._kernels(q, k, v, batch=2, window=(None, None), deterministic=False)
+            softmax_dispatch._kernels(q, k, v, batch=2, window=(None, None), deterministic=False)
     assert [r.message for r in caplog.records] == [
         "jagged_flash_attention: kernel runs on cpu for torch.float32, K=4, V=4"
     ]

@@ -3,11 +3,10 @@
 Run ``python packages/jagged/benchmarks/bench_jagged_broadcast_add.py`` in the repository's root.
 """
 
-from collections.abc import Iterator
 from functools import partial
 
 import torch
-from packed import Work, main, rows_of, tokens, wanted
+from packed import Work, main, tokens
 from torch import Tensor
 
 from gem_jagged.batch import Layout
@@ -17,7 +16,7 @@ from gem_jagged.kernels.jagged_broadcast_add.cost import (
     jagged_broadcast_add_cost,
 )
 from gem_jagged.ops import jagged_broadcast_add
-from gem_opkit.bench import BenchCase
+from gem_jagged.workloads import PackedCase
 
 
 def loop(values: Tensor, layout: Layout, dense: Tensor) -> Tensor:
@@ -42,34 +41,30 @@ def gathered(rows_T: Tensor, values: Tensor, _: Layout, dense: Tensor) -> Tensor
 COMPILED = torch.compile(gathered, dynamic=True)
 
 
-def make_cases(device: str) -> Iterator[list[BenchCase]]:
-    for case in CASES:
-        if not wanted(case, device):
-            continue
-        values, layout = tokens(case.lengths, case.width, device)
-        dense, _ = tokens((layout.batch,), case.width, device)
-        size = {
-            "batch": layout.batch,
-            "total_tokens": layout.total_tokens,
-            "width": case.width,
-            "element_bytes": values.element_size(),
-        }
-        work = Work(
-            case,
-            jagged_broadcast_add,
-            (values, layout, dense),
-            jagged_broadcast_add_cost(**size),
-            jagged_broadcast_add_backward_cost(**size),
-            loop,
-            {"repeat_interleave": repeated},
-            {
-                "repeat_interleave": repeated,
-                "compiled_given_rows": partial(COMPILED, sequence_of(layout)),
-            },
-            moves=False,
-        )
-        yield rows_of(work)
+def work_of(case: PackedCase, device: str) -> Work:
+    values, layout = tokens(case.lengths, case.width, device)
+    dense, _ = tokens((layout.batch,), case.width, device)
+    size = {
+        "batch": layout.batch,
+        "total_tokens": layout.total_tokens,
+        "width": case.width,
+        "element_bytes": values.element_size(),
+    }
+    return Work(
+        case,
+        jagged_broadcast_add,
+        (values, layout, dense),
+        jagged_broadcast_add_cost(**size),
+        jagged_broadcast_add_backward_cost(**size),
+        loop,
+        {"repeat_interleave": repeated},
+        {
+            "repeat_interleave": repeated,
+            "compiled_given_rows": partial(COMPILED, sequence_of(layout)),
+        },
+        moves=False,
+    )
 
 
 if __name__ == "__main__":
-    main("jagged_broadcast_add", make_cases)
+    main("jagged_broadcast_add", CASES, work_of)

@@ -3,12 +3,12 @@
 Run ``python packages/jagged/benchmarks/bench_jagged_index_select.py`` in the repository's root.
 """
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from packed import Work, gathered, main, movables, rows_from, rows_of, wanted
+from packed import Work, gathered, main, movables, rows_from
 from torch import Tensor
 
 from gem_jagged.batch import Layout
@@ -18,7 +18,7 @@ from gem_jagged.kernels.jagged_index_select.cost import (
     jagged_index_select_cost,
 )
 from gem_jagged.ops import jagged_index_select, select_layout
-from gem_opkit.bench import BenchCase
+from gem_jagged.workloads import PackedCase
 
 COMPILED = torch.compile(gathered, dynamic=True)
 
@@ -41,36 +41,33 @@ def ours(
     return jagged_index_select(values, layout, indices, selected=selected, **more)[0]
 
 
-def make_cases(device: str) -> Iterator[list[BenchCase]]:
-    for case, names in CASES:
-        if not wanted(case, device):
-            continue
-        values, layout = movables(case.lengths, case.width, device)
-        indices = torch.tensor(names)
-        selected = select_layout(layout, indices)
-        size = {
-            "selected_tokens": selected.total_tokens,
-            "width": case.width,
-            "element_bytes": values.element_size(),
-        }
-        given = (indices.to(device), selected, list(names))
-        rows_S = rows_from(ours, layout.total_tokens, layout, *given)
-        work = Work(
-            case,
-            ours,
-            (values, layout, *given),
-            jagged_index_select_cost(**size),
-            jagged_index_select_backward_cost(**size, total_tokens=layout.total_tokens),
-            loop,
-            gpu_peers={
-                "gather_given_rows": partial(gathered, rows_S),
-                "compiled_given_rows": partial(COMPILED, rows_S),
-            },
-            moves=False,
-            sizes={"selected_tokens": selected.total_tokens},
-        )
-        yield rows_of(work)
+def work_of(given_case: tuple[PackedCase, Sequence[int]], device: str) -> Work:
+    case, names = given_case
+    values, layout = movables(case.lengths, case.width, device)
+    indices = torch.tensor(names)
+    selected = select_layout(layout, indices)
+    size = {
+        "selected_tokens": selected.total_tokens,
+        "width": case.width,
+        "element_bytes": values.element_size(),
+    }
+    given = (indices.to(device), selected, list(names))
+    rows_S = rows_from(ours, layout.total_tokens, layout, *given)
+    return Work(
+        case,
+        ours,
+        (values, layout, *given),
+        jagged_index_select_cost(**size),
+        jagged_index_select_backward_cost(**size, total_tokens=layout.total_tokens),
+        loop,
+        gpu_peers={
+            "gather_given_rows": partial(gathered, rows_S),
+            "compiled_given_rows": partial(COMPILED, rows_S),
+        },
+        moves=False,
+        sizes={"selected_tokens": selected.total_tokens},
+    )
 
 
 if __name__ == "__main__":
-    main("jagged_index_select", make_cases)
+    main("jagged_index_select", CASES, work_of)

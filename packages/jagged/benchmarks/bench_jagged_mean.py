@@ -3,17 +3,15 @@
 Run ``python packages/jagged/benchmarks/bench_jagged_mean.py`` in the repository's root.
 """
 
-from collections.abc import Iterator
-
 import torch
-from packed import Work, main, rows_of, tokens, wanted
+from packed import Work, main, tokens
 from torch import Tensor
 
 from gem_jagged.batch import Layout
 from gem_jagged.kernels.jagged_mean.cases import CASES
 from gem_jagged.kernels.jagged_mean.cost import jagged_mean_backward_cost, jagged_mean_cost
 from gem_jagged.ops import jagged_mean
-from gem_opkit.bench import BenchCase
+from gem_jagged.workloads import PackedCase
 
 
 def loop(values: Tensor, layout: Layout) -> Tensor:
@@ -27,30 +25,26 @@ def segments(values: Tensor, layout: Layout) -> Tensor:
     )
 
 
-def make_cases(device: str) -> Iterator[list[BenchCase]]:
-    for case in CASES:
-        if not wanted(case, device):
-            continue
-        values, layout = tokens(case.lengths, case.width, device)
-        size = {
-            "batch": layout.batch,
-            "total_tokens": layout.total_tokens,
-            "width": case.width,
-            "element_bytes": values.element_size(),
-        }
-        work = Work(
-            case,
-            jagged_mean,
-            (values, layout),
-            jagged_mean_cost(**size),
-            jagged_mean_backward_cost(**size),
-            loop,
-            {"segments": segments},
-            {"segments": segments},
-            moves=False,
-        )
-        yield rows_of(work)
+def work_of(case: PackedCase, device: str) -> Work:
+    values, layout = tokens(case.lengths, case.width, device)
+    size = {
+        "batch": layout.batch,
+        "total_tokens": layout.total_tokens,
+        "width": case.width,
+        "element_bytes": values.element_size(),
+    }
+    return Work(
+        case,
+        jagged_mean,
+        (values, layout),
+        jagged_mean_cost(**size),
+        jagged_mean_backward_cost(**size),
+        loop,
+        {"segments": segments},
+        {"segments": segments},
+        moves=False,
+    )
 
 
 if __name__ == "__main__":
-    main("jagged_mean", make_cases)
+    main("jagged_mean", CASES, work_of)

@@ -3,18 +3,17 @@
 Run ``python packages/jagged/benchmarks/bench_jagged_split.py`` in the repository's root.
 """
 
-from collections.abc import Iterator
 from functools import partial
 
 import torch
-from packed import Work, main, movables, rows_of, wanted
+from packed import Work, main, movables
 from torch import Tensor
 
 from gem_jagged.batch import Layout
 from gem_jagged.kernels.jagged_split.cases import CASES
 from gem_jagged.kernels.jagged_split.cost import jagged_split_cost
 from gem_jagged.ops import jagged_split
-from gem_opkit.bench import BenchCase
+from gem_jagged.workloads import PackedCase
 
 
 def loop(values: Tensor, left: Layout, right: Layout) -> tuple[Tensor, Tensor]:
@@ -27,36 +26,33 @@ def gathered(sides: tuple[Tensor, Tensor], values: Tensor, *_: Layout) -> tuple[
     return values.index_select(0, sides[0]), values.index_select(0, sides[1])
 
 
-def make_cases(device: str) -> Iterator[list[BenchCase]]:
-    for left_case, right_case in CASES:
-        if not wanted(left_case, device):
-            continue
-        left_layout = Layout.from_lengths(left_case.lengths, device=device)
-        right_layout = Layout.from_lengths(right_case.lengths, device=device)
-        both = (left_layout.lengths + right_layout.lengths).tolist()
-        values, _ = movables(both, left_case.width, device)
-        size = {
-            "left_tokens": left_layout.total_tokens,
-            "right_tokens": right_layout.total_tokens,
-            "width": left_case.width,
-            "element_bytes": values.element_size(),
-        }
-        cost = jagged_split_cost(**size)
-        numbers = torch.arange(values.shape[0], device=device)
-        sides = jagged_split(numbers, left_layout, right_layout, impl="reference")
-        work = Work(
-            left_case,
-            jagged_split,
-            (values, left_layout, right_layout),
-            cost,
-            cost,
-            loop,
-            gpu_peers={"gather_given_rows": partial(gathered, sides)},
-            sizes={"right_tokens": right_layout.total_tokens},
-            suffix=f"_and_{right_layout.total_tokens}",
-        )
-        yield rows_of(work)
+def work_of(given_case: tuple[PackedCase, PackedCase], device: str) -> Work:
+    left_case, right_case = given_case
+    left_layout = Layout.from_lengths(left_case.lengths, device=device)
+    right_layout = Layout.from_lengths(right_case.lengths, device=device)
+    both = (left_layout.lengths + right_layout.lengths).tolist()
+    values, _ = movables(both, left_case.width, device)
+    size = {
+        "left_tokens": left_layout.total_tokens,
+        "right_tokens": right_layout.total_tokens,
+        "width": left_case.width,
+        "element_bytes": values.element_size(),
+    }
+    cost = jagged_split_cost(**size)
+    numbers = torch.arange(values.shape[0], device=device)
+    sides = jagged_split(numbers, left_layout, right_layout, impl="reference")
+    return Work(
+        left_case,
+        jagged_split,
+        (values, left_layout, right_layout),
+        cost,
+        cost,
+        loop,
+        gpu_peers={"gather_given_rows": partial(gathered, sides)},
+        sizes={"right_tokens": right_layout.total_tokens},
+        suffix=f"_and_{right_layout.total_tokens}",
+    )
 
 
 if __name__ == "__main__":
-    main("jagged_split", make_cases)
+    main("jagged_split", CASES, work_of)

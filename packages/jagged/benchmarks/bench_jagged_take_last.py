@@ -3,12 +3,11 @@
 Run ``python packages/jagged/benchmarks/bench_jagged_take_last.py`` in the repository's root.
 """
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
-from packed import Work, gathered, main, movables, rows_from, rows_of, wanted
+from packed import Work, gathered, main, movables, rows_from
 from torch import Tensor
 
 from gem_jagged.batch import Layout
@@ -18,7 +17,7 @@ from gem_jagged.kernels.jagged_take_last.cost import (
     jagged_take_last_cost,
 )
 from gem_jagged.ops import jagged_take_last, last_layout
-from gem_opkit.bench import BenchCase
+from gem_jagged.workloads import PackedCase
 
 
 def ours(values: Tensor, layout: Layout, count: int, kept: Layout, **more: Any) -> Tensor:
@@ -30,30 +29,27 @@ def loop(values: Tensor, layout: Layout, count: int, kept: Layout) -> Tensor:
     return torch.cat([part[max(0, len(part) - count) :] for part in parts])
 
 
-def make_cases(device: str) -> Iterator[list[BenchCase]]:
-    for case, count in CASES:
-        if not wanted(case, device):
-            continue
-        values, layout = movables(case.lengths, case.width, device)
-        kept = last_layout(layout, count)
-        size = {
-            "kept_tokens": kept.total_tokens,
-            "width": case.width,
-            "element_bytes": values.element_size(),
-        }
-        rows_S = rows_from(ours, layout.total_tokens, layout, count, kept)
-        work = Work(
-            case,
-            ours,
-            (values, layout, count, kept),
-            jagged_take_last_cost(**size),
-            jagged_take_last_backward_cost(**size, total_tokens=layout.total_tokens),
-            loop,
-            gpu_peers={"gather_given_rows": partial(gathered, rows_S)},
-            sizes={"count": count, "kept_tokens": kept.total_tokens},
-        )
-        yield rows_of(work)
+def work_of(given_case: tuple[PackedCase, int], device: str) -> Work:
+    case, count = given_case
+    values, layout = movables(case.lengths, case.width, device)
+    kept = last_layout(layout, count)
+    size = {
+        "kept_tokens": kept.total_tokens,
+        "width": case.width,
+        "element_bytes": values.element_size(),
+    }
+    rows_S = rows_from(ours, layout.total_tokens, layout, count, kept)
+    return Work(
+        case,
+        ours,
+        (values, layout, count, kept),
+        jagged_take_last_cost(**size),
+        jagged_take_last_backward_cost(**size, total_tokens=layout.total_tokens),
+        loop,
+        gpu_peers={"gather_given_rows": partial(gathered, rows_S)},
+        sizes={"count": count, "kept_tokens": kept.total_tokens},
+    )
 
 
 if __name__ == "__main__":
-    main("jagged_take_last", make_cases)
+    main("jagged_take_last", CASES, work_of)

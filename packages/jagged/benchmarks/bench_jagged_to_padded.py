@@ -3,11 +3,9 @@
 Run ``python packages/jagged/benchmarks/bench_jagged_to_padded.py`` in the repository's root.
 """
 
-from collections.abc import Iterator
-
 import torch
 import torch.nn.functional as F
-from packed import Work, main, movables, rows_of, wanted
+from packed import Work, main, movables
 from torch import Tensor
 
 from gem_jagged.batch import Layout
@@ -17,7 +15,7 @@ from gem_jagged.kernels.jagged_to_padded.cost import (
     jagged_to_padded_cost,
 )
 from gem_jagged.ops import jagged_to_padded
-from gem_opkit.bench import BenchCase
+from gem_jagged.workloads import PackedCase
 
 
 def loop(values: Tensor, layout: Layout) -> Tensor:
@@ -32,30 +30,26 @@ def nested(values: Tensor, layout: Layout) -> Tensor:
     return torch.nested.to_padded_tensor(packed, 0.0)
 
 
-def make_cases(device: str) -> Iterator[list[BenchCase]]:
-    for case in CASES:
-        if not wanted(case, device):
-            continue
-        values, layout = movables(case.lengths, case.width, device)
-        size = {
-            "batch": layout.batch,
-            "total_tokens": layout.total_tokens,
-            "width": case.width,
-            "element_bytes": values.element_size(),
-        }
-        size["length"] = layout.max_length
-        work = Work(
-            case,
-            jagged_to_padded,
-            (values, layout),
-            jagged_to_padded_cost(**size),
-            jagged_to_padded_backward_cost(**size),
-            loop,
-            {"nested_to_padded": nested},
-            {"nested_to_padded": nested},
-        )
-        yield rows_of(work)
+def work_of(case: PackedCase, device: str) -> Work:
+    values, layout = movables(case.lengths, case.width, device)
+    size = {
+        "batch": layout.batch,
+        "total_tokens": layout.total_tokens,
+        "width": case.width,
+        "element_bytes": values.element_size(),
+    }
+    size["length"] = layout.max_length
+    return Work(
+        case,
+        jagged_to_padded,
+        (values, layout),
+        jagged_to_padded_cost(**size),
+        jagged_to_padded_backward_cost(**size),
+        loop,
+        {"nested_to_padded": nested},
+        {"nested_to_padded": nested},
+    )
 
 
 if __name__ == "__main__":
-    main("jagged_to_padded", make_cases)
+    main("jagged_to_padded", CASES, work_of)

@@ -1,11 +1,8 @@
 """What the benchmarks of this folder share: command line, inputs, gates, and the rows of a case."""
 
-import argparse
-import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,31 +10,31 @@ from torch import Tensor
 
 from gem_jagged.batch import Layout
 from gem_jagged.workloads import PackedCase
-from gem_opkit.bench import BenchCase, run_bench
+from gem_opkit.bench import BenchCase
+from gem_opkit.bench_scripts import Group, run_script
 from gem_opkit.budget import check_budget, fresh, tensors_in
 from gem_opkit.cost import Cost
+from gem_opkit.timing import ReplayedCall
 
 Call = Callable[..., Any]
-_log = logging.getLogger("bench_jagged")
 
 
-def main(name: str, make_cases: Callable[[str], Iterable[list[BenchCase]]]) -> None:
-    """Parse the command line and run a benchmark, one batch after the other.
+def main(name: str, cases: Iterable[Any], work_of: Callable[[Any, str], "Work"]) -> None:
+    """Be the command line of a benchmark whose groups are a case's forward and backward.
 
-    On a GPU what all of them keep for their graphs would not fit together.
+    Args:
+        name: of the benchmark.
+        cases: as ``work_of`` takes them: a case, or a tuple that begins with one.
+        work_of: case and device -> the operator on this case.
     """
-    parser = argparse.ArgumentParser(description=f"Time {name} and its peers.")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=Path("results"))
-    parser.add_argument("--calls", type=int, default=20)
-    parser.add_argument("--case", default="", help="only cases whose name has this in it")
-    given = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    for made in make_cases(given.device):
-        cases = [case for case in made if given.case in case.name]
-        made.clear()
-        if cases:
-            run_bench(name, cases, device=given.device, out=given.out, calls=given.calls)
+
+    def groups_of(device: str) -> Iterator[Group]:
+        for one in cases:
+            case = one if isinstance(one, PackedCase) else one[0]
+            if wanted(case, device):
+                yield case.name, lambda one=one: rows_of(work_of(one, device))
+
+    run_script(name, groups_of)
 
 
 def dtype_for(device: str) -> torch.dtype:
@@ -115,18 +112,14 @@ def rows_of(work: Work) -> list[BenchCase]:
     for which, cost in (("forward", work.cost), ("backward", work.backward_cost)):
         if which == "backward" and not values.requires_grad:
             continue
-        timed = {}
         make = _forward_of if which == "forward" else _backward_of
-        for who, call in {"": work.fn, **peers}.items():
-            if not is_graph:
-                timed[who] = make(call, work.inputs)
-                continue
-            try:
-                timed[who] = _replayed(make, call, work.inputs)
-            except RuntimeError as error:
-                if not who:
-                    raise
-                _log.warning("%s is left out, it cannot be captured: %s", who, error)
+        everyone = {"": work.fn, **peers}
+        timed = {
+            who: ReplayedCall(partial(make, call, work.inputs))
+            if is_graph
+            else make(call, work.inputs)
+            for who, call in everyone.items()
+        }
         run = timed.pop("")
         if work.moves:
             check = equals(run, lambda: oracle(*work.inputs))
@@ -183,8 +176,13 @@ def _forward_of(fn: Call, inputs: Sequence[Any]) -> Call:
 
 def _backward_of(fn: Call, inputs: Sequence[Any]) -> Call:
     """Run forward once; return a call of its backward alone."""
-    leaves = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
-    roots = list(tensors_in(fn(*inputs)))
+    # Leaves of its own: what adds up the gradient of a leaf belongs to the stream of its first
+    # use, and a capture on another stream would have to wait for that one.
+    own = [
+        x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in inputs
+    ]
+    leaves = [x for x in own if isinstance(x, Tensor) and x.requires_grad]
+    roots = list(tensors_in(fn(*own)))
     upstream = [_upstream(root) for root in roots]
     return lambda: torch.autograd.grad(roots, leaves, upstream, retain_graph=True)
 
@@ -194,26 +192,6 @@ def _upstream(root: Tensor) -> Tensor:
     generator = torch.Generator(root.device).manual_seed(0)
     values = torch.randn(root.shape, generator=generator, device=root.device, dtype=torch.bfloat16)
     return values.to(root.dtype)
-
-
-def _replayed(make: Call, fn: Call, inputs: Sequence[Any]) -> Call:
-    """Capture a call in a CUDA graph; backward runs on the stream of its forward."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run = make(fn, inputs)
-        run()  # compiles
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            result = run()
-    torch.cuda.synchronize()
-
-    def replay() -> Any:
-        graph.replay()
-        return result
-
-    return replay
 
 
 def equals(run: Call, oracle: Call) -> Callable[[], None]:

@@ -284,9 +284,10 @@ def test_reference_is_what_the_operator_runs():
 
 
 @pytest.mark.gpu
-def test_more_elements_than_int32_on_gpu():
-    # 2 × 2^20 × 1100 bf16 elements: beyond 2^31, so an int32 index would wrap.
-    length, width = 2**20, 1100
+def test_more_words_than_int32_on_gpu():
+    # 2 × 2^24 × 97 bf16 elements, each a word of its own because rows are of an odd number of them:
+    # beyond 2^31, so an int32 index would wrap.
+    length, width = 2**24, 97
     values = torch.ones(length, width, dtype=torch.bfloat16, device="cuda")
     values[-1] = 3
     batch = Jagged.from_layout(values, Layout.from_lengths([0, length], device="cuda"))

@@ -28,13 +28,10 @@ from gem_attention.checks import (
     check_scale,
     check_window,
 )
-from gem_attention.choosing import choose_implementation as choose
+from gem_attention.choosing import choose_implementation
 from gem_attention.contract import GdpaActivation
 from gem_attention.kernels.generalized_attention.op import generalized_attention_by_offsets
-from gem_attention.kernels.jagged_flash_attention.op import (
-    choose_implementation,
-    jagged_flash_attention_by_offsets,
-)
+from gem_attention.kernels.jagged_flash_attention.op import jagged_flash_attention_by_offsets
 from gem_attention.kernels.pooled_attention.op import pooled_attention_by_offsets
 from gem_jagged.batch import Layout
 from gem_opkit.dims import check_shapes
@@ -114,7 +111,7 @@ def flash_attn_varlen_func(  # noqa: PLR0913 - flash-attention's own signature
     check_autograd(_NAME, q=q, k=k, v=v)
     _check_offsets(_NAME, cu_seqlens_q, cu_seqlens_k, q)
     left, right = check_window(_NAME, window_size, name="window_size", everything=-1)
-    chosen = choose_implementation(impl, q, v)
+    chosen = choose_implementation(_NAME, impl, q, v)
     lengths = None
     if chosen == "reference":
         lengths = _host_lengths(_NAME, q, k, cu_seqlens_q, cu_seqlens_k)
@@ -189,7 +186,7 @@ def generalized_attention_varlen_func(  # noqa: PLR0913 - the signature of the c
     _check_offsets(_GENERALIZED, cu_seqlens_q, cu_seqlens_k, q)
     activations = check_activation(_GENERALIZED, activation, q.shape[1])
     window = check_window(_GENERALIZED, window_size, name="window_size", everything=-1)
-    chosen = choose(_GENERALIZED, impl, q, v)
+    chosen = choose_implementation(_GENERALIZED, impl, q, v)
     lengths = None
     if chosen == "reference":
         lengths = _host_lengths(_GENERALIZED, q, k, cu_seqlens_q, cu_seqlens_k)
@@ -256,7 +253,7 @@ def pooled_attention_varlen_func(  # noqa: PLR0913 - the signature of the calls 
     activations = "softmax"
     if activation != "softmax":
         activations = check_activation(_POOLED, activation, seeds_PHK.shape[1])
-    chosen = choose(_POOLED, impl, seeds_PHK, v)
+    chosen = choose_implementation(_POOLED, impl, seeds_PHK, v)
     lengths = None
     if chosen == "reference":
         lengths = _host_length(_POOLED, "k", k, cu_seqlens_k)

@@ -32,8 +32,6 @@ Window = tuple[int | None, int | None]
 OPEN_TOKENS = 2**30
 # Counting costlier sequences takes B^2 comparisons; from here on sorting is cheaper.
 _SORTED_FROM = 16_384
-# Tokens of a block of the other side, where a list counts those.
-_OTHER_BLOCK = 64
 # Lists kept for each offsets tensor: two sides, a few tile sizes and windows of a model's layers.
 _KEPT = 16
 
@@ -49,16 +47,12 @@ class TileList:
         count: int32 (1,), on the device: number of tiles.
         capacity: most tiles that these numbers of tokens and sequences can have, a host int.
         block_tokens: rows of a tile.
-        others: int32 (B + 1,), on the device: blocks of 64 tokens of the other side of the
-            sequences that stand before a sequence in the list, at its index; and at B the most
-            that one sequence has. None for query tiles.
     """
 
     entries: Tensor
     count: Tensor
     capacity: int
     block_tokens: int
-    others: Tensor | None = None
 
 
 def query_tiles(
@@ -109,7 +103,6 @@ def key_tiles(
     k_tokens: int,
     block_tokens: int,
     window: Window = (None, None),
-    others_from: int = 1,
 ) -> TileList:
     """List the tiles of keys, those that most queries see first.
 
@@ -120,10 +113,9 @@ def key_tiles(
         k_tokens: as in ``query_tiles``.
         block_tokens: keys of a tile.
         window: as in ``query_tiles``.
-        others_from: least tiles of a sequence whose queries ``others`` counts.
 
     Returns:
-        the list, as ``query_tiles``, with ``others``; its sequence B is the tail of the keys.
+        the list, as ``query_tiles``; its sequence B is the tail of the keys.
     """
     # With a bounded left side alone, the last keys are seen by most.
     descending = not _is_open(window[0]) and _is_open(window[1])
@@ -135,7 +127,6 @@ def key_tiles(
         block_tokens,
         _span(block_tokens, window),
         descending=descending,
-        others=(_OTHER_BLOCK, others_from),
     )
 
 
@@ -222,7 +213,6 @@ def _tile_list(
     span: int,
     *,
     descending: bool,
-    others: tuple[int, int] = (0, 1),
 ) -> TileList:
     if tiled_offsets_O.shape != other_offsets_O.shape:
         raise ShapeError(
@@ -244,7 +234,6 @@ def _tile_list(
             block_tokens,
             span,
             descending=descending,
-            others=others,
         )
 
     on_gpu = tiled_offsets_O.is_cuda
@@ -254,10 +243,7 @@ def _tile_list(
         return build()  # such tensors do not count their changes
     # A list is ready only for what comes later on the stream that wrote it.
     stream = torch.cuda.current_stream(tiled_offsets_O.device).cuda_stream if on_gpu else 0
-    key = (
-        *(tokens, other_tokens, block_tokens, span, descending, others, stream),
-        id(other_offsets_O),
-    )
+    key = (tokens, other_tokens, block_tokens, span, descending, stream, id(other_offsets_O))
     # An assignment to ``.data`` moves a tensor to other memory and counts no change.
     sides = (tiled_offsets_O, other_offsets_O)
     versions = tuple((offsets._version, offsets.data_ptr()) for offsets in sides)
@@ -282,7 +268,6 @@ def _build(
     span: int,
     *,
     descending: bool,
-    others: tuple[int, int],
 ) -> TileList:
     from gem_attention.tiling.kernel import launch_tile_list
 
@@ -291,30 +276,24 @@ def _build(
     capacity = tile_capacity(batch, tokens, block_tokens)
     entries = torch.empty((capacity, 2), dtype=torch.int32, device=device)
     count = torch.empty((1,), dtype=torch.int32, device=device)
-    other_block, others_from = others
-    starts_C = others_O = None
+    starts_C = None
     if batch >= _SORTED_FROM:
-        starts_C, others_O = _starts_by_sorting(
-            tiled_offsets_O, other_offsets_O, tokens, other_tokens, block_tokens, span, others
+        starts_C = _starts_by_sorting(
+            tiled_offsets_O, other_offsets_O, tokens, other_tokens, block_tokens, span
         )
-    elif other_block:
-        others_O = torch.empty((batch + 1,), dtype=torch.int32, device=device)
     launch_tile_list(
         tiled_offsets_O,
         other_offsets_O,
         starts_C,
         entries,
         count,
-        others_O,
         tokens=tokens,
         other_tokens=other_tokens,
         span=span,
         block_tokens=block_tokens,
-        other_block=other_block,
-        others_from=others_from,
         descending=descending,
     )
-    return TileList(entries, count, capacity, block_tokens, others_O)
+    return TileList(entries, count, capacity, block_tokens)
 
 
 def _starts_by_sorting(
@@ -324,29 +303,14 @@ def _starts_by_sorting(
     other_tokens: int,
     block_tokens: int,
     span: int,
-    others: tuple[int, int],
-) -> tuple[Tensor, Tensor | None]:
-    """Return the place of each sequence's first tile, of the tail's, and the number of tiles.
-
-    And ``TileList.others``, where they are counted.
-    """
+) -> Tensor:
+    """Return the place of each sequence's first tile, of the tail's, and the number of tiles."""
     ends = tiled_offsets_O.to(torch.int64).clamp(0, tokens)
     lengths = torch.cat([ends, ends.new_full((1,), tokens)]).diff().clamp(min=0)
     tiles = (lengths + block_tokens - 1) // block_tokens
-    other_lengths = other_offsets_O.to(torch.int64).clamp(0, other_tokens).diff().clamp(min=0)
-    costs = other_lengths.clamp(max=span)
+    costs = other_offsets_O.to(torch.int64).clamp(0, other_tokens).diff().clamp(0, span)
     # The tail comes last: no sequence costs less than nothing.
     order = torch.cat([costs, costs.new_full((1,), -1)]).argsort(descending=True, stable=True)
     ends = tiles[order].cumsum(0)
     starts = torch.empty_like(ends).scatter_(0, order, ends - tiles[order])
-    others_O = None
-    other_block, others_from = others
-    if other_block:
-        blocks = (other_lengths + other_block - 1) // other_block * (tiles[:-1] >= others_from)
-        blocks = torch.cat([blocks, blocks.new_zeros(1)])
-        before = blocks[order].cumsum(0) - blocks[order]
-        # Sequences that overlap could count more blocks than there are.
-        before.clamp_(max=other_tokens // other_block + len(blocks) - 1)
-        others_O = torch.empty_like(before).scatter_(0, order, before)[:-1]
-        others_O = torch.cat([others_O, blocks.max()[None]]).to(torch.int32)
-    return torch.cat([starts, ends[-1:]]), others_O
+    return torch.cat([starts, ends[-1:]])

@@ -12,10 +12,8 @@ import logging
 import os
 import platform
 import re
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -35,13 +33,9 @@ from gem_opkit.ceilings import (
 )
 from gem_opkit.cost import Cost
 from gem_opkit.errors import ConfigError, refusal
+from gem_opkit.timing import Timing, time_in_turn, wait_for
 
 _log = logging.getLogger("gem_opkit.bench")
-
-# Written between repetitions, so that no call finds its inputs in a cache.
-_FLUSH_BYTES = 2**28
-# Even, so that who is first in one round is last in as many others.
-_ROUNDS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,124 +59,6 @@ class BenchCase:
     shapes: Mapping[str, Any]
     dtype: str = "fp32"
     peers: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Repeated timing of a call.
-
-    Attributes:
-        ms: median of the rounds' medians, milliseconds.
-        p20_ms: a fifth of the calls were faster.
-        p80_ms: a fifth were slower.
-        calls: number of timed calls.
-        rounds: number of rounds over which they were spread.
-    """
-
-    ms: float
-    p20_ms: float
-    p80_ms: float
-    calls: int
-    rounds: int
-
-
-def time_call(
-    run: Callable[[], Any], *, device: Any = "cpu", warmup: int = 3, calls: int = 20
-) -> Timing:
-    """Time one call as ``time_in_turn`` times several.
-
-    Args:
-        run: the call.
-        device: where it works.
-        warmup: calls that are not timed, at least 1; compilation and tuning fall here.
-        calls: calls that are timed, at least 3.
-
-    Returns:
-        the timing.
-
-    Raises:
-        ConfigError: too few calls for a median.
-    """
-    return time_in_turn({"": run}, device=device, warmup=warmup, calls=calls)[""]
-
-
-def time_in_turn(
-    runs: Mapping[str, Callable[[], Any]],
-    *,
-    device: Any = "cpu",
-    warmup: int = 3,
-    calls: int = 20,
-) -> dict[str, Timing]:
-    """Time calls that are to be compared, in turn: caches flushed, CUDA events or perf_counter.
-
-    A GPU is slower when it is hot, and any machine has moods. So the calls are spread over rounds,
-    each round takes every candidate, and every other round takes them in reverse.
-
-    Args:
-        runs: name -> call.
-        device: where they work.
-        warmup: calls of each that are not timed, at least 1; compilation and tuning fall here.
-        calls: calls of each that are timed, at least 3.
-
-    Returns:
-        name -> timing, in the order of ``runs``.
-
-    Raises:
-        ConfigError: too few calls for a median.
-    """
-    for name, value, least in (("warmup", warmup, 1), ("calls", calls, 3)):
-        if value < least:
-            raise ConfigError(
-                refusal("time_call", name, must=f"be at least {least}", got=value, fix="raise it")
-            )
-    device = torch.device(device)
-    flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device)
-    for run in runs.values():
-        for _ in range(warmup):
-            run()
-    measure = _event_times_ms if device.type == "cuda" else _clock_times_ms
-    rounds = min(_ROUNDS, calls)
-    names = list(runs)
-    times_ms: dict[str, list[list[float]]] = {name: [] for name in names}
-    for index in range(rounds):
-        share = calls // rounds + (index < calls % rounds)
-        for name in names if index % 2 == 0 else reversed(names):
-            times_ms[name].append(measure(runs[name], flush, share, device))
-    return {name: _summary(by_round) for name, by_round in times_ms.items()}
-
-
-def _summary(by_round: Sequence[Sequence[float]]) -> Timing:
-    times_ms = [ms for times in by_round for ms in times]
-    fifths = statistics.quantiles(times_ms, n=5, method="inclusive")
-    median = statistics.median(statistics.median(times) for times in by_round)
-    return Timing(median, fifths[0], fifths[3], len(times_ms), len(by_round))
-
-
-def _clock_times_ms(
-    run: Callable[[], Any], flush: torch.Tensor, calls: int, device: torch.device
-) -> list[float]:
-    times_ms = []
-    for _ in range(calls):
-        flush.zero_()
-        began = time.perf_counter()
-        run()
-        times_ms.append(1e3 * (time.perf_counter() - began))
-    return times_ms
-
-
-def _event_times_ms(
-    run: Callable[[], Any], flush: torch.Tensor, calls: int, device: torch.device
-) -> list[float]:
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(calls)]
-    torch.cuda.synchronize(device)
-    for start, end in events:
-        flush.zero_()
-        start.record()
-        run()
-        end.record()
-    # An event's time is only known once it has passed.
-    torch.cuda.synchronize(device)
-    return [start.elapsed_time(end) for start, end in events]
 
 
 def backward_of(fn: Callable[..., Any], inputs: Sequence[Any]) -> Callable[[], Any]:
@@ -228,10 +104,12 @@ def run_bench(
     out: Path | str | None = "results",
     calls: int = 20,
     ceilings: Ceilings | None = None,
+    at: Callable[[str, str], None] = lambda step, who: None,
 ) -> list[dict[str, Any]]:
     """Check every case, time it and its peers in turn, and write one JSON row a case.
 
-    A row of an earlier run is replaced where the case has the same name, and kept otherwise.
+    A row of an earlier run is replaced where the case has the same name, and kept otherwise. A peer
+    whose first call raises is left out and named in the row (``failed_peers``).
 
     Args:
         name: of the benchmark, and of its file.
@@ -241,6 +119,8 @@ def run_bench(
         out: folder of the results; None writes nothing.
         calls: timed calls of each case and of each peer.
         ceilings: of this device; where not given, measured before and after.
+        at: called before each step with its kind, ``"check"``, ``"peer"`` (its first call) or
+            ``"time"``, and the name of the case or of the peer.
 
     Returns:
         the rows.
@@ -262,20 +142,24 @@ def run_bench(
             )
         )
     for case in cases:
+        at("check", case.name)
         case.check()
     given = ceilings
     if given is None:
         measure_ceilings(device)
-    timings = [
-        time_in_turn({"": case.run, **case.peers}, device=device, calls=calls) for case in cases
-    ]
+    timings, failures = [], []
+    for case in cases:
+        peers, failed = _peers_that_run(case, device, at)
+        at("time", case.name)
+        timings.append(time_in_turn({"": case.run, **peers}, device=device, calls=calls))
+        failures.append(failed)
     # Measured before and after, the better of both: a machine that was busy for a moment must
     # not make a right time look impossible.
     ceilings = given or measure_ceilings(device, again=True)
     peak = device_peak(device_name(device))
     origin = provenance()
     rows = []
-    for case, timing in zip(cases, timings, strict=True):
+    for case, timing, failed in zip(cases, timings, failures, strict=True):
         shares = {who: _judged(t, case.cost, ceilings, peak) for who, t in timing.items()}
         own = shares.pop("")
         row = {
@@ -289,6 +173,7 @@ def run_bench(
             "bytes": case.cost.bytes,
             **own,
             "peers": shares,
+            **({"failed_peers": failed} if failed else {}),
             "peak_source": peak.peak_source,
             "ceilings": asdict(ceilings),
             **origin,
@@ -301,6 +186,25 @@ def run_bench(
         folder = Path(out) / device_folder(device_name(device), gpus=gpus)
         write_rows(folder / f"{name}.jsonl", rows)
     return rows
+
+
+def _peers_that_run(
+    case: BenchCase, device: Any, at: Callable[[str, str], None]
+) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
+    """Call every peer once; return those that run, and why the others do not."""
+    peers, failed = {}, {}
+    for who, call in case.peers.items():
+        at("peer", who)
+        try:
+            call()
+            wait_for(device)
+        except Exception as error:  # noqa: BLE001 - other people's code, and the row says it
+            wait_for(device)  # raises where the peer has killed the device for everybody
+            failed[who] = f"{type(error).__name__}: {error}".splitlines()[0]
+            _log.warning("%s: %s is left out, %s", case.name, who, failed[who])
+        else:
+            peers[who] = call
+    return peers, failed
 
 
 def _judged(timing: Timing, cost: Cost, ceilings: Ceilings, peak: Peak) -> dict[str, Any]:

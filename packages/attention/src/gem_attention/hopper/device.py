@@ -20,9 +20,6 @@ BOUND = gl.constexpr(2**30)
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
 
-# All warps that run the same function wait for each other; Triton 3.6 and 3.8 name it differently.
-warps_meet = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-
 
 @builtin
 def add_to_global(descriptor, coordinates, source, _semantic=None):

@@ -26,21 +26,6 @@ def _tiles_and_costs(
     return tiles, cost
 
 
-@triton.jit
-def _other_blocks(
-    other_ptr,
-    b,
-    batch,
-    other_tokens,
-    tiles,
-    OTHER_BLOCK: tl.constexpr,
-    OTHERS_FROM: tl.constexpr,
-):
-    """Blocks of the other side of sequences b; none where there are too few tiles."""
-    length = _lengths(other_ptr, b, batch, other_tokens, False)
-    return tl.where(tiles >= OTHERS_FROM, (length + OTHER_BLOCK - 1) // OTHER_BLOCK, 0)
-
-
 # A value of 1 would become a constant, and every other batch another kernel.
 @triton.jit(do_not_specialize=["tokens", "other_tokens", "batch", "span", "capacity"])
 def _tile_list_kernel(
@@ -49,15 +34,12 @@ def _tile_list_kernel(
     starts_ptr,
     entries_ptr,
     count_ptr,
-    others_ptr,
     tokens,
     other_tokens,
     batch,
     span,
     capacity,
     BLOCK_TOKENS: tl.constexpr,
-    OTHER_BLOCK: tl.constexpr,
-    OTHERS_FROM: tl.constexpr,
     DESCENDING: tl.constexpr,
     HAS_STARTS: tl.constexpr,
     BLOCK_B: tl.constexpr,
@@ -80,8 +62,6 @@ def _tile_list_kernel(
         # The place of a sequence is the number of tiles of all costlier ones; equals by index.
         start = tl.zeros([BLOCK_B], tl.int32)
         count = tl.zeros([BLOCK_C], tl.int32)
-        others = tl.zeros([BLOCK_B], tl.int64)
-        most = tl.zeros([BLOCK_C], tl.int32)
         for first in range(0, batch + 1, BLOCK_C):
             c = first + tl.arange(0, BLOCK_C)
             c_tiles, c_cost = _tiles_and_costs(
@@ -92,20 +72,8 @@ def _tile_list_kernel(
             )
             start += tl.sum(tl.where(before, c_tiles[None, :], 0), 1)
             count += c_tiles
-            if OTHER_BLOCK > 0:
-                blocks = _other_blocks(
-                    other_ptr, c, batch, other_tokens, c_tiles, OTHER_BLOCK, OTHERS_FROM
-                )
-                others += tl.sum(tl.where(before, blocks[None, :], 0).to(tl.int64), 1)
-                most = tl.maximum(most, blocks)
         if tl.program_id(0) == 0:
             tl.store(count_ptr, tl.minimum(tl.sum(count, 0), capacity))
-        if OTHER_BLOCK > 0:
-            # Sequences that overlap could count more blocks than there are.
-            others = tl.minimum(others, other_tokens // OTHER_BLOCK + batch)
-            tl.store(others_ptr + b, others.to(tl.int32), mask=b < batch)
-            if tl.program_id(0) == 0:
-                tl.store(others_ptr + batch, tl.max(most, 0))
     for first in range(0, tl.max(tiles, 0), BLOCK_M):
         m = first + tl.arange(0, BLOCK_M)
         place = start[:, None] + m[None, :]
@@ -124,21 +92,14 @@ def launch_tile_list(
     starts_C,
     entries,
     count,
-    others,
     *,
     tokens,
     other_tokens,
     span,
     block_tokens,
-    other_block,
-    others_from,
     descending,
 ):
-    """Fill ``entries``, ``count`` and ``others``.
-
-    ``starts_C`` holds places found by sorting, and ``others`` is then filled already; or it is
-    None. Without ``other_block`` there are no others.
-    """
+    """Fill ``entries`` and ``count``; ``starts_C`` holds places found by sorting, or is None."""
     batch = tiled_offsets_O.shape[0] - 1
     block_b = 16
     grid = (triton.cdiv(batch + 1, block_b),)
@@ -148,15 +109,12 @@ def launch_tile_list(
         entries if starts_C is None else starts_C,
         entries,
         count,
-        entries if others is None else others,
         tokens,
         other_tokens,
         batch,
         span,
         entries.shape[0],
         BLOCK_TOKENS=block_tokens,
-        OTHER_BLOCK=other_block if starts_C is None else 0,
-        OTHERS_FROM=others_from,
         DESCENDING=descending,
         HAS_STARTS=starts_C is not None,
         BLOCK_B=block_b,

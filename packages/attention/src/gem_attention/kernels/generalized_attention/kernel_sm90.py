@@ -21,6 +21,7 @@ def supports(
     *,
     window: Window,
     deterministic: bool,
+    activations: str,
     batch: int = 0,
 ) -> bool:
     """Say whether the kernels of this file take a call.
@@ -31,13 +32,15 @@ def supports(
         v_SGV: values.
         window: keys visible left and right; any window is taken.
         deterministic: whether the backward must give the same bits in every run; it does not.
+        activations: one name for all heads, or one a query head joined by commas; only the first
+            is taken.
         batch: number of sequences; 0 where it is not known.
 
     Returns:
         True for what ``gem_attention.hopper.launching.takes`` names.
     """
     del window
-    return not deterministic and takes(q_THK, k_SGK, v_SGV, batch=batch)
+    return not deterministic and takes(q_THK, k_SGK, v_SGV, batch=batch, activations=activations)
 
 
 def launch_forward(

@@ -72,7 +72,9 @@ def _forward(
         operands = tuple(map(readable_rows, (q_THK, k_SGK, v_SGV)))
         window = bounded_sides(window)
         batch = q_offsets_O.shape[0] - 1
-        kernels = _kernels(*operands, batch=batch, window=window, deterministic=False)
+        kernels = _kernels(
+            *operands, batch=batch, window=window, deterministic=False, activations=activations
+        )
         return kernels.launch_forward(
             *operands,
             q_offsets_O.contiguous(),
@@ -123,7 +125,13 @@ def _backward(
         window = bounded_sides(window)
         batch = q_offsets_O.shape[0] - 1
         deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-        kernels = _kernels(*operands, batch=batch, window=window, deterministic=deterministic)
+        kernels = _kernels(
+            *operands,
+            batch=batch,
+            window=window,
+            deterministic=deterministic,
+            activations=activations,
+        )
         return kernels.launch_backward(
             readable_rows(grad_out_THV),
             *operands,
@@ -167,6 +175,7 @@ def _kernels(
     batch: int,
     window: Window,
     deterministic: bool,
+    activations: str,
 ) -> ModuleType:
     """Return the module whose launchers run, and say once which it is."""
     from gem_attention.kernels.generalized_attention import kernel
@@ -179,7 +188,13 @@ def _kernels(
         from gem_attention.kernels.generalized_attention import kernel_sm90
 
         if kernel_sm90.supports(
-            q_THK, k_SGK, v_SGV, window=window, deterministic=deterministic, batch=batch
+            q_THK,
+            k_SGK,
+            v_SGV,
+            window=window,
+            deterministic=deterministic,
+            activations=activations,
+            batch=batch,
         ):
             chosen = kernel_sm90
     key = (chosen.__name__, q_THK.device.type, q_THK.dtype, q_THK.shape[2], v_SGV.shape[2])

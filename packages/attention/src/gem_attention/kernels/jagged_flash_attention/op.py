@@ -1,7 +1,5 @@
 """The operator ``jagged_flash_attention``: schema, fakes, autograd, FLOP formulas, function."""
 
-import logging
-from types import ModuleType
 from typing import Any, Literal, overload
 
 import torch
@@ -18,6 +16,7 @@ from gem_attention.checks import (
     check_window,
     refuse_second_derivative,
 )
+from gem_attention.choosing import choose_implementation, demand_lengths
 from gem_attention.kernels.jagged_flash_attention.cost import (
     jagged_flash_attention_backward_cost,
     jagged_flash_attention_cost,
@@ -27,19 +26,14 @@ from gem_attention.kernels.jagged_flash_attention.reference import (
     jagged_flash_attention_reference,
 )
 from gem_attention.patterns import visible_pairs as count_visible_pairs
-from gem_attention.tiles import OPEN_TOKENS, Window
-from gem_attention.tiling.sizes import short_rows
+from gem_attention.softmax_dispatch import launch_backward, launch_forward
+from gem_attention.tiles import Window
 from gem_jagged.batch import Layout
 from gem_opkit.cost import Cost, register_flops
 from gem_opkit.dims import check_shapes
-from gem_opkit.errors import UnsupportedError, refusal
-from gem_opkit.impl import Impl, resolve_impl
+from gem_opkit.impl import Impl
 
 _NAME = "jagged_flash_attention"
-_HAS_TRITON = True
-_WIDEST = 256  # head width of the kernels
-_log = logging.getLogger(__name__)
-_announced: set[tuple[Any, ...]] = set()
 
 
 # Lengths are CPU tensors whatever the device of the others, for the reference; the kernels follow
@@ -62,13 +56,15 @@ def _forward(
     impl: str,
 ) -> tuple[Tensor, Tensor]:
     window = (left_tokens, right_tokens)
-    if choose_implementation(impl, q_THK, v_SGV) == "triton":
-        return _launch_forward(q_THK, k_SGK, v_SGV, q_offsets_O, k_offsets_O, window, scale)
+    if choose_implementation(_NAME, impl, q_THK, v_SGV) == "triton":
+        return launch_forward((q_THK, k_SGK, v_SGV), (q_offsets_O, k_offsets_O), window, scale)
+    q_lengths_B, k_lengths_B = demand_lengths(_NAME, q_lengths_B, k_lengths_B)
     return jagged_flash_attention_reference(
         q_THK,
         k_SGK,
         v_SGV,
-        *_demand_lengths(q_lengths_B, k_lengths_B),
+        q_lengths_B,
+        k_lengths_B,
         window,
         scale,
         with_lse=return_lse,
@@ -95,7 +91,7 @@ def _(
     tokens, heads, _ = q_THK.shape
     wide = torch.float64 if q_THK.dtype == torch.float64 else torch.float32
     # The backward of the kernels needs it, asked for or not; the reference computes it anew.
-    has_lse = return_lse or choose_implementation(impl, q_THK, v_SGV) == "triton"
+    has_lse = return_lse or choose_implementation(_NAME, impl, q_THK, v_SGV) == "triton"
     return (
         q_THK.new_empty((tokens, heads, v_SGV.shape[2])),
         q_THK.new_empty((tokens if has_lse else 0, heads), dtype=wide),
@@ -123,21 +119,17 @@ def _backward(
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     window = (left_tokens, right_tokens)
-    if choose_implementation(impl, q_THK, v_SGV) == "triton":
-        return _launch_backward(
-            grad_out_THV,
-            grad_lse_TH,
-            q_THK,
-            k_SGK,
-            v_SGV,
-            out_THV,
-            lse_TH,
-            q_offsets_O,
-            k_offsets_O,
+    if choose_implementation(_NAME, impl, q_THK, v_SGV) == "triton":
+        return launch_backward(
+            (grad_out_THV, grad_lse_TH),
+            (q_THK, k_SGK, v_SGV),
+            (out_THV, lse_TH),
+            (q_offsets_O, k_offsets_O),
             window,
             scale,
             deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
         )
+    q_lengths_B, k_lengths_B = demand_lengths(_NAME, q_lengths_B, k_lengths_B)
     return jagged_flash_attention_backward_reference(
         grad_out_THV,
         grad_lse_TH,
@@ -145,7 +137,8 @@ def _backward(
         k_SGK,
         v_SGV,
         out_THV,
-        *_demand_lengths(q_lengths_B, k_lengths_B),
+        q_lengths_B,
+        k_lengths_B,
         window,
         scale,
     )
@@ -165,170 +158,6 @@ def _(
         k_SGK.new_empty(k_SGK.shape),
         v_SGV.new_empty(v_SGV.shape),
     )
-
-
-def choose_implementation(impl: str, q_THK: Tensor, v_SGV: Tensor) -> str:
-    """Resolve ``impl``; what the kernels do not take is refused, or goes to the reference.
-
-    Args:
-        impl: the caller's word.
-        q_THK: queries.
-        v_SGV: values.
-
-    Returns:
-        ``"triton"`` or ``"reference"``.
-
-    Raises:
-        UnsupportedError: ``triton`` for float64, for widths above 256, on a device without it, or
-            for bfloat16 in Triton's interpreter.
-    """
-    fits = True
-    if q_THK.dtype == torch.float64 or q_THK.shape[2] > _WIDEST or v_SGV.shape[2] > _WIDEST:
-        fits = False
-    if impl == "triton" and not fits:
-        raise UnsupportedError(
-            refusal(
-                _NAME,
-                'impl="triton"',
-                must=f"have float32, bfloat16 or float16 and widths of at most {_WIDEST}",
-                got=f"{q_THK.dtype}, K={q_THK.shape[2]}, V={v_SGV.shape[2]}",
-                fix='use impl="reference"',
-            )
-        )
-    chosen = resolve_impl(impl, q_THK.device, _NAME, has_triton=_HAS_TRITON and fits)
-    if chosen == "triton" and q_THK.dtype == torch.bfloat16 and q_THK.device.type == "cpu":
-        # Measured: results near 1e9 where 1e-3 was due, and no exception.
-        raise UnsupportedError(
-            refusal(
-                _NAME,
-                'impl="triton"',
-                must="have float32 or float16 on a CPU",
-                got="torch.bfloat16, whose products Triton's interpreter gets wrong",
-                fix='use impl="reference"',
-            )
-        )
-    return chosen
-
-
-def _demand_lengths(
-    q_lengths_B: Tensor | None, k_lengths_B: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    if q_lengths_B is None or k_lengths_B is None:
-        raise UnsupportedError(
-            refusal(
-                _NAME,
-                "lengths",
-                must='be in host memory for impl="reference"',
-                got=None,
-                fix="pass layouts, or operands that the Triton kernels take",
-            )
-        )
-    return q_lengths_B, k_lengths_B
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    """Return the tensor, or a copy where rows are not contiguous or lie too far apart.
-
-    The kernels count elements within a tile in int32.
-    """
-    if tensor.stride(2) == 1 and 0 <= tensor.stride(0) < 2**31 // 512:
-        return tensor
-    return tensor.contiguous()
-
-
-def _kernels(
-    q_THK: Tensor,
-    k_SGK: Tensor,
-    v_SGV: Tensor,
-    *,
-    batch: int,
-    window: Window,
-    deterministic: bool,
-) -> ModuleType:
-    """Return the module whose launchers run, and say once which it is."""
-    from gem_attention.kernels.jagged_flash_attention import kernel
-
-    chosen = kernel
-    # Few queries over many keys are bound by memory, where the plain kernels lack nothing. At 64
-    # queries they already fell behind the Hopper ones.
-    width = max(q_THK.shape[2], v_SGV.shape[2])
-    few = q_THK.shape[1] == k_SGK.shape[1] and short_rows(q_THK.shape[0], batch, width=width) == 32
-    if q_THK.is_cuda and not (few and window == (None, None)):
-        from gem_attention.kernels.jagged_flash_attention import kernel_sm90
-
-        if kernel_sm90.supports(
-            q_THK, k_SGK, v_SGV, window=window, deterministic=deterministic, batch=batch
-        ):
-            chosen = kernel_sm90
-    key = (chosen.__name__, q_THK.device.type, q_THK.dtype, q_THK.shape[2], v_SGV.shape[2])
-    if key not in _announced:
-        _announced.add(key)
-        name = chosen.__name__.rpartition(".")[2]
-        _log.info("%s: %s runs on %s for %s, K=%d, V=%d", _NAME, name, *key[1:])
-    return chosen
-
-
-def _launch_forward(
-    q_THK: Tensor,
-    k_SGK: Tensor,
-    v_SGV: Tensor,
-    q_offsets_O: Tensor,
-    k_offsets_O: Tensor,
-    window: Window,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    # The kernels take the maximum before they scale, so the sign moves into the queries.
-    operands = (_rows(-q_THK if scale < 0 else q_THK), _rows(k_SGK), _rows(v_SGV))
-    window = _sides(window)
-    batch = q_offsets_O.shape[0] - 1
-    kernels = _kernels(*operands, batch=batch, window=window, deterministic=False)
-    return kernels.launch_forward(
-        *operands,
-        q_offsets_O.contiguous(),
-        k_offsets_O.contiguous(),
-        window=window,
-        scale=abs(scale),
-    )
-
-
-def _launch_backward(
-    grad_out_THV: Tensor,
-    grad_lse_TH: Tensor | None,
-    q_THK: Tensor,
-    k_SGK: Tensor,
-    v_SGV: Tensor,
-    out_THV: Tensor,
-    lse_TH: Tensor,
-    q_offsets_O: Tensor,
-    k_offsets_O: Tensor,
-    window: Window,
-    scale: float,
-    *,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    operands = (_rows(-q_THK if scale < 0 else q_THK), _rows(k_SGK), _rows(v_SGV))
-    window = _sides(window)
-    batch = q_offsets_O.shape[0] - 1
-    kernels = _kernels(*operands, batch=batch, window=window, deterministic=deterministic)
-    grad_q_THK, grad_k_SGK, grad_v_SGV = kernels.launch_backward(
-        _rows(grad_out_THV),
-        grad_lse_TH,
-        *operands,
-        out_THV.contiguous(),
-        lse_TH.contiguous(),
-        q_offsets_O.contiguous(),
-        k_offsets_O.contiguous(),
-        window=window,
-        scale=abs(scale),
-        deterministic=deterministic,
-    )
-    return -grad_q_THK if scale < 0 else grad_q_THK, grad_k_SGK, grad_v_SGV
-
-
-def _sides(window: Window) -> Window:
-    """Return the window with sides that no sequence can fill as open ones."""
-    left, right = (None if side is None or side >= OPEN_TOKENS else side for side in window)
-    return left, right
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -507,7 +336,7 @@ def jagged_flash_attention(
         return_lse=return_lse,
         deterministic=deterministic,
         visible_pairs=visible_pairs,
-        impl=choose_implementation(impl, q_THK, v_SGV),
+        impl=choose_implementation(_NAME, impl, q_THK, v_SGV),
     )
     return (out_THV, lse_TH) if return_lse else out_THV
 
