@@ -431,6 +431,8 @@ def block(case: Case, line: str) -> str:
     """What the page shows of a case."""
     # Checksums and fingerprints depend on the machine, to the last bit of a weight.
     line = re.sub(r"\b(?=[a-f]*\d)[0-9a-f]{8,12}\b", "…", line)
+    # The CSV reader tells the row only where it reads with one thread.
+    line = re.sub(r"(CSV column #\d+: )Row #\d+: ", r"\1", line)
     title = f"{case.name[0].upper()}{case.name[1:]}"
     return f"### {title}\n\n```text\n$ gem {shlex.join(case.words)}\n{line}\n```\n"
 

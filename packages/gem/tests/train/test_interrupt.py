@@ -31,11 +31,11 @@ def test_only_a_second_keypress_ends_at_once(monkeypatch):
     monkeypatch.setattr(interrupt.time, "monotonic", lambda: now[0])
     with StopRequest() as stop:
         for now[0] in (10.0, 10.4):  # the same Ctrl-C, from the terminal and from torchrun
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
             assert stop.signal_number == signal.SIGINT
         now[0] = 12.0
         with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
 
 
 # Sends itself signals with pauses; says so if it is still there.
