@@ -11,6 +11,7 @@ results/cpu/faults.jsonl, and the table of docs/faults.md.
 import argparse
 import os
 import random
+import sys
 import shutil
 import tempfile
 import time
@@ -77,7 +78,9 @@ def campaign(
                     "where": fault.where,
                     "outcome": outcome,
                     "seconds": round(time.monotonic() - began, 3),
-                    "message": fault.message.replace(str(folder), "."),
+                    "message": fault.message.replace(str(folder), ".").replace(
+                        sys.executable, "python"
+                    ),
                 }
             )
             shutil.rmtree(fault.place, ignore_errors=True)
