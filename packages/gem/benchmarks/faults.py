@@ -11,8 +11,8 @@ results/cpu/faults.jsonl, and the table of docs/faults.md.
 import argparse
 import os
 import random
-import sys
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable
