@@ -5,7 +5,8 @@
 Each fault strikes a fresh run at a place that the seed draws. What was damaged in files is then put
 back, and the run goes on with --resume: its metrics have to equal those of the unbroken run in
 every digit, and so have its numbers of steps and examples. One row a fault in
-results/cpu/faults.jsonl, and the table of docs/faults.md.
+results/cpu/faults.jsonl, and the table of docs/faults.md; with --only, which is a part of them, the
+table is printed and rows are written where --results says, or nowhere.
 """
 
 import argparse
@@ -130,9 +131,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--each", type=int, default=10, help="faults of each kind")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", nargs="*", choices=list(KINDS), default=list(KINDS))
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--only", nargs="+", choices=list(KINDS), help="some kinds")
+    parser.add_argument("--results", type=Path, help="file of the rows")
     chosen = parser.parse_args()
+    kinds = chosen.only or list(KINDS)
+    results = chosen.results or (RESULTS if chosen.only is None else None)
     console = Console()
     if not console.is_terminal:
         console.width = 160
@@ -140,14 +143,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         world = make_world(folder)
-        rows = campaign(world, folder, chosen.only, chosen.each, chosen.seed, console.print)
+        rows = campaign(world, folder, kinds, chosen.each, chosen.seed, console.print)
     console.print(table_of(rows))
-    origin = provenance()
-    write_rows(chosen.results, [{**row, "device": "cpu", **origin} for row in rows])
-    if chosen.results == RESULTS and chosen.only == list(KINDS):
+    if results is not None:
+        origin = provenance()
+        write_rows(results, [{**row, "device": "cpu", **origin} for row in rows])
+    if results == RESULTS and chosen.only is None:
         write_page(rows)
     lost = sum(row["outcome"] == LOST for row in rows)
-    console.print(f"{len(rows)} faults, {lost} lost; rows in {chosen.results}")
+    place = "" if results is None else f"; rows in {results}"
+    console.print(f"{len(rows)} faults, {lost} lost{place}")
     if lost:
         raise SystemExit(1)
 

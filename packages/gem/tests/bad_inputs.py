@@ -156,6 +156,18 @@ def unsorted() -> None:
     pq.write_table(pa.concat_tables([table.slice(200), table.slice(0, 200)]), EXAMPLES)
 
 
+def made_before() -> None:
+    own_log("", "user,item,time,click\na,x,2025-01-01,0\n")()
+    prepare("log.toml", "mine")
+    with Path("log.csv").open("a") as file:
+        file.write("b,x,2025-01-02,1\n")
+
+
+def only_checkpoint_flipped() -> None:
+    shutil.rmtree("run/checkpoints/step-2")
+    flip("run/checkpoints/step-4/__0_0.distcp")()
+
+
 def all_checkpoints_cut() -> None:
     for path in Path("run/checkpoints").glob("*/__0_0.distcp"):
         path.write_bytes(path.read_bytes()[:-1])
@@ -225,6 +237,10 @@ CASES = (
     Case("The recipe", "sharding, which is not built", set_key("parallel.shard=2")),
     Case("The data set", "no such folder", TRAIN, lambda: shutil.rmtree("data")),
     Case("The data set", "another data set", set_key("data.dataset=movielens-100k")),
+    Case(
+        *("The data set", "a name without a folder"),
+        ("train", "own-log", "--out", "new"),
+    ),
     Case(
         *("The data set", "a contract that is not TOML", TRAIN),
         replaced("data/dataset.toml", "name = ", "name : "),
@@ -300,6 +316,10 @@ CASES = (
         *("A log of one's own", "a row without a user", PREPARE),
         own_log("", "user,item,time,click\n,x,2025-01-01,0\n"),
     ),
+    Case(
+        *("A log of one's own", "a file that has changed since"),
+        *(("data", "prepare", "log.toml", "--out", "mine"), made_before),
+    ),
     Case("The run", "a folder that is in use", ("train", "recipe.toml", "--out", "run")),
     Case(
         "The run", "a file in place of the folder", ("train", "recipe.toml", "--out", "recipe.toml")
@@ -313,6 +333,10 @@ CASES = (
         "a checkpoint with one flipped bit",
         ("eval", "run"),
         flip("run/checkpoints/step-4/__0_0.distcp"),
+    ),
+    Case(
+        *("The run", "the only checkpoint with one flipped bit", ("eval", "run")),
+        only_checkpoint_flipped,
     ),
     Case("The run", "no checkpoint that is whole", RESUME, all_checkpoints_cut),
     Case("The run", "no such run", ("eval", "nowhere")),

@@ -8,6 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
+import faults
 from fault_kinds import KINDS
 from fault_world import EQUAL, SKIPPED, Fault, LostError, make_world
 
@@ -48,3 +49,34 @@ def test_a_run_that_lost_something_is_told_from_one_that_did_not(world, tmp_path
     assert ended.code == 0
     with pytest.raises(LostError, match="no clear line, exit code 0"):
         fault.one_line(ended)
+
+
+@pytest.mark.parametrize(
+    ("words", "rows_go_to", "page"),
+    [
+        (["--only", "SIGTERM"], None, False),
+        (["--only", "SIGTERM", "--results", "own.jsonl"], "own.jsonl", False),
+        (["--results", "own.jsonl"], "own.jsonl", False),
+        ([], "committed.jsonl", True),
+    ],
+)
+def test_a_part_of_a_campaign_leaves_the_committed_rows_alone(
+    words, rows_go_to, page, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    committed, shown = Path("committed.jsonl"), Path("page.md")
+    committed.write_text("")
+    shown.write_text("<!-- table faults -->\n<!-- end -->\n")
+    before = shown.read_text()
+    row = {"bench": "faults", "case": "SIGTERM 0", "kind": "SIGTERM", "outcome": EQUAL}
+    monkeypatch.setattr(faults, "RESULTS", committed)
+    monkeypatch.setattr(faults, "PAGE", shown)
+    monkeypatch.setattr(faults, "preload", lambda: None)
+    monkeypatch.setattr(faults, "make_world", lambda _: None)
+    monkeypatch.setattr(faults, "campaign", lambda *_: [row | {"seconds": 1.0}])
+    monkeypatch.setattr("sys.argv", ["faults.py", *words])
+    faults.main()
+    assert "SIGTERM" in capsys.readouterr().out
+    written = [path.name for path in tmp_path.glob("*.jsonl") if path.stat().st_size]
+    assert written == ([] if rows_go_to is None else [rows_go_to])
+    assert (shown.read_text() != before) == page

@@ -383,13 +383,16 @@ def data_prepare(
     as_json: _Json = False,
 ) -> None:
     """Make a data set: a folder of Parquet files and dataset.toml."""
+    from gem.data.dataset import SPEC_FILE
     from gem.data.prepare import notice, prepare
 
     console = _console(as_json=as_json)
+    there = (out / SPEC_FILE).is_file()
     spec = prepare(name, out, source=source)
     if owner := notice(spec):
         _say(console, owner)
-    _say(console, f"{spec.examples.rows:,} examples in {out}")
+    made = ", which was made before" if there else ""
+    _say(console, f"{spec.examples.rows:,} examples in {out}{made}")
     if as_json:
         _print_json({"name": spec.name, "folder": str(out), "examples": spec.examples.rows})
 

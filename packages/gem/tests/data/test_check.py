@@ -242,7 +242,8 @@ def test_rows_that_occur_twice_are_counted(tmp_path):
     report, _ = found(tmp_path / "d", parts)
     said = [finding.found for finding in report.findings if finding.kind == "duplicates"]
     assert said == [
-        "2 of 1,200 rows repeat an earlier one; the first is row 7",
+        "2 of 1,200 rows repeat an earlier one; the first is row 7 of the data set, "
+        "from 0 in order of time",
         "1 of 1,200 rows equal an earlier one in everything but a label",
     ]
 

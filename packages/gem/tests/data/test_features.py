@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from gem.data.features import Bucket, DatasetSpec, DataSpec
-from gem.data.names import nearest
+from gem.data.names import nearest, suggestion
 from gem.data.statistics.spec import FeedbackSpec, RateStatistic
 from gem.data.toml_text import toml_text
 from gem_opkit.errors import ConfigError, DtypeError
@@ -123,6 +123,8 @@ def test_contracts_load_without_torch_or_arrow():
 def test_nearest_lists_what_there_is_when_nothing_is_near():
     assert nearest("zzz", ["a", "b"]) == "; there are a, b"
     assert nearest("zzz", []) == ""
+    assert suggestion("zzz", ["a", "b"]) == ""
+    assert suggestion("clik", ["click"]) == nearest("clik", ["click"]) == "; did you mean 'click'?"
 
 
 plain = st.one_of(

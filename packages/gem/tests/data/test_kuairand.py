@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -341,6 +342,19 @@ def test_without_a_folder_says_what_to_set(tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"GEM_KUAIRAND must be a folder; got .*nowhere"):
         prepare("kuairand", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_changed_file_is_refused_by_name(official, tmp_path, monkeypatch):
+    monkeypatch.delenv(kuairand_files.SOURCE_VARIABLE, raising=False)
+    prepare("kuairand", tmp_path / "out", source=official)
+    prepare("kuairand", tmp_path / "out")
+    users = official / "data" / "user_features_pure.csv"
+    users.write_text(users.read_text() + "\n")
+    for source in (official, None):
+        with pytest.raises(DataError, match=r"be made of .*user_features_pure.csv as it is now"):
+            prepare("kuairand", tmp_path / "out", source=source)
+    shutil.rmtree(official)
+    prepare("kuairand", tmp_path / "out")
 
 
 def test_the_variable_names_the_folder(days, tmp_path, monkeypatch):

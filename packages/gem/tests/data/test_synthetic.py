@@ -171,7 +171,7 @@ def test_preparing_again_changes_nothing(folder):
 
 
 def test_other_options_do_not_overwrite(folder):
-    with pytest.raises(DataError, match=r"made with rows = 10; got .* made with rows = 4000"):
+    with pytest.raises(DataError, match=r"made with rows = 10; got one made with rows = 4000"):
         prepare("synthetic", folder, options=SMALL.model_copy(update={"rows": 10}))
     with pytest.raises(DataError, match=r"hold 'movielens-100k'; got .* which holds 'synthetic'"):
         prepare("movielens-100k", folder)
@@ -208,8 +208,21 @@ def test_named_folder_holds_a_data_set_of_any_name(folder, tmp_path):
     path = own / "dataset.toml"
     path.write_text(path.read_text().replace('name = "synthetic"', 'name = "shop"', 1))
     assert provide(DataSpec(dataset="shop", folder=str(own)), tmp_path).name == "shop"
-    with pytest.raises(DataError, match="which holds 'shop'"):
+    with pytest.raises(
+        DataError, match=r"data.dataset must be 'shop', the name of the data set in data.folder"
+    ):
         provide(DataSpec(dataset="shops", folder=str(own)), tmp_path)
+
+
+def test_a_name_that_nothing_is_made_by_is_told_in_the_recipes_words(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"data.dataset must be one of .* data.folder; got"
+    ) as told:
+        provide(DataSpec(dataset="own-log"), tmp_path)
+    assert "there are" not in str(told.value), "the names are listed once"
+    with pytest.raises(ConfigError, match="name must be one of") as told:
+        prepare("own-log", tmp_path)
+    assert str(told.value).count("kuairand") == 1
 
 
 def test_mistyped_folder_is_not_filled(tmp_path):
@@ -223,5 +236,7 @@ def test_without_a_folder_the_data_set_is_made_by_name(tmp_path):
     data = DataSpec(dataset="synthetic", synthetic=SMALL)
     assert provide(data, tmp_path).examples.rows == SMALL.rows
     assert (default_folder(data, tmp_path) / "dataset.toml").is_file()
-    with pytest.raises(ConfigError, match=r"a data set of your own from data.folder"):
+    with pytest.raises(
+        ConfigError, match=r"data.folder and data.dataset to a data set of your own"
+    ):
         provide(DataSpec(dataset="shop"), tmp_path)

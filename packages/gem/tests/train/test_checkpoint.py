@@ -350,9 +350,37 @@ def test_a_flipped_bit_that_keeps_the_size_is_named(tiny, tmp_path, name, place)
     with pytest.raises(DataError) as caught:
         load_checkpoint(folder, state, World())
     assert f"checkpoint: {folder / name} must hold what was written (CRC-32 " in str(caught.value)
-    assert f"; remove {folder}, so that the checkpoint before it is used" in str(caught.value)
+    assert f"; restore {folder} from a copy, or train again: no whole" in str(caught.value)
     assert contents(state) == before
     shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("before", ["whole", "damaged", "none"])
+@pytest.mark.parametrize("damage", ["flipped", "cut", "unreadable"])
+def test_a_damaged_checkpoint_is_to_be_removed_only_where_one_is_before_it(
+    tiny, tmp_path, monkeypatch, before, damage
+):
+    if before != "none":
+        earlier = save(tmp_path, make_state(1, steps=1), tiny())
+    if before == "damaged":
+        (earlier / "__0_0.distcp").write_bytes(b"")
+    folder = save(tmp_path, make_state(1, steps=2), tiny())
+    save(tmp_path, make_state(1, steps=3), tiny())  # a later one is none before it
+    if damage == "flipped":
+        flip_bit(folder / "__0_0.distcp", 0.5)
+    elif damage == "cut":
+        (folder / "__0_0.distcp").write_bytes(b"")
+    else:
+        monkeypatch.setattr(dcp, "load", fails)
+    with pytest.raises(DataError) as caught:
+        load_checkpoint(folder, make_state(1), World())
+    removed = f"; remove {folder}, so that the checkpoint before it is used" in str(caught.value)
+    assert removed == (before == "whole")
+    assert ("no whole checkpoint is before it" in str(caught.value)) != removed
+
+
+def fails(*args, **kwargs):
+    raise RuntimeError("cannot be read")
 
 
 def flip_bit(path, place):
@@ -384,7 +412,7 @@ def test_damage_that_no_checksum_knows_of_is_named(tiny, tmp_path, monkeypatch):
     folder = save(tmp_path, make_state(1, steps=2), tiny())
     path = folder / ".metadata"
     path.write_bytes(bytes(byte ^ 0xFF for byte in path.read_bytes()))
-    with pytest.raises(DataError, match=r"step-2 must be readable; got .*; remove that folder"):
+    with pytest.raises(DataError, match=r"step-2 must be readable; got .*; restore .*step-2"):
         load_checkpoint(folder, make_state(1), World())
 
 

@@ -114,7 +114,7 @@ class _Check:
         if spec.time in self._columns:
             self._times(self._columns[spec.time])
         if part.whole:
-            self._repeats("examples", hashes, label_columns)
+            self._repeats("examples", hashes, label_columns, order="time")
         self._parts += part.report(self._rows)
 
     def _stream(self, stream: StreamSpec) -> HistoryReport | None:
@@ -144,7 +144,7 @@ class _Check:
                     if stream.also is None or finding.kind != "constant":
                         self._findings.append(finding)
         if part.whole and hashes is not None and len(hashes.values):
-            self._repeats(name, hashes, [])
+            self._repeats(name, hashes, [], order="its files")
         self._parts += part.report(len(hashes.values) if hashes is not None else 0)
         asked = [self._spec.examples.user, self._spec.examples.time]
         if not {stream.user, stream.time} <= kept.keys() or not set(asked) <= self._columns.keys():
@@ -235,7 +235,9 @@ class _Check:
         rows = sample_of(self._rows)
         return {name: values[rows] for name, values in self._known_labels().items()}
 
-    def _repeats(self, part: str, hashes: RowHashes, labels: Iterable[Column]) -> None:
+    def _repeats(
+        self, part: str, hashes: RowHashes, labels: Iterable[Column], *, order: str
+    ) -> None:
         alike, row = hashes.repeats()
         equal = alike
         for column in labels:
@@ -249,7 +251,7 @@ class _Check:
                     kind="duplicates",
                     where=part,
                     found=f"{equal:,} of {rows:,} rows repeat an earlier one; the first is row "
-                    f"{row}",
+                    f"{row} of the data set, from 0 in order of {order}",
                     how="equal in every declared column, by a 64-bit hash",
                     fix="drop them, unless the same thing really happened twice",
                 )

@@ -36,6 +36,7 @@ from gem.data.whole_folder import begin_folder, complete_folder, hidden_folder, 
 from gem_opkit.errors import ConfigError, DataError, refusal
 
 SPEC_FILE = "dataset.toml"
+SOURCES_FILE = "sources.json"
 
 
 class Dataset:
@@ -321,6 +322,7 @@ class DatasetWriter:
         self._work = hidden_folder(folder)
         self._writers: dict[Path, pq.ParquetWriter] = {}
         self._spec: DatasetSpec | None = None
+        self._sources: str | None = None
 
     def __enter__(self) -> "DatasetWriter":
         if not is_free(self._folder):
@@ -353,6 +355,8 @@ class DatasetWriter:
         # The version stands in the file, though it is the default of today.
         text = toml_text({"format": self._spec.format} | fields)
         (self._work / SPEC_FILE).write_text(text, encoding="utf-8")
+        if self._sources is not None:
+            (self._work / SOURCES_FILE).write_text(self._sources, encoding="utf-8")
         complete_folder(self._work, self._folder, last=SPEC_FILE)
 
     def examples(self, columns: Mapping[str, Any]) -> None:
@@ -370,6 +374,10 @@ class DatasetWriter:
     def vocabulary(self, table: str, columns: Mapping[str, Any]) -> None:
         """Append to what the ids of a table stand for; for people, never read."""
         self._append(Path("vocabularies") / table, columns)
+
+    def sources(self, text: str) -> None:
+        """Say of which raw files the data set is made (`gem.data.made_from`)."""
+        self._sources = text
 
     def finish(self, spec: DatasetSpec) -> None:
         """Say what was written; the files follow it when the block ends."""

@@ -28,6 +28,7 @@ from gem.data.kuairand_files import (
     read_raw_files,
     words,
 )
+from gem.data.made_from import refuse_changed, sources_text
 from gem_opkit.errors import DataError, refusal
 
 DAY_MS = 86_400_000
@@ -103,6 +104,8 @@ def write_kuairand(folder: Path, *, source: Path | None = None) -> DatasetSpec:
         _write_streams(writer, raw, past)
         _write_seen_before(writer, raw, past, day[day <= TEST_DAY])
         spec = _spec(raw, past, sizes, splits)
+        refuse_changed(raw.sources)
+        writer.sources(sources_text(raw.sources))
         writer.finish(spec)
     return spec
 

@@ -19,6 +19,7 @@ import pyarrow.csv as pcsv
 import pyarrow.parquet as pq
 
 from gem.data.columns import MOST_MS
+from gem.data.made_from import Sources, sources_of
 from gem.data.names import nearest
 from gem_opkit.errors import DataError, refusal
 
@@ -26,6 +27,10 @@ SOURCE_VARIABLE = "GEM_KUAIRAND"
 USERS_FILE, VIDEOS_FILE = "user_features_pure.csv", "video_features_basic_pure.csv"
 OFFICIAL_LOGS = ("log_standard_4_08_to_4_21_pure.csv", "log_standard_4_22_to_5_08_pure.csv")
 DAYS_LOG, DAYS_SEQUENCES = "impressions.parquet", "user_sequences.parquet"
+_LAYOUTS = {
+    "official": (*OFFICIAL_LOGS, USERS_FILE, VIDEOS_FILE),
+    "six-days": (DAYS_LOG, DAYS_SEQUENCES, USERS_FILE, VIDEOS_FILE),
+}
 LOG_COLUMNS = ("user_id", "video_id", "time_ms", "date", "tab", "duration_ms")
 LABEL_COLUMNS = ("is_click", "long_view")
 SEQUENCE_COLUMNS = ("user_id", "history_len", "last_time_ms", "watch_seq", "long_watch_seq")
@@ -49,6 +54,7 @@ class RawFiles:
         log: LOG_COLUMNS and LABEL_COLUMNS, int64, without exact repeats, in order of the files.
         sequences: SEQUENCE_COLUMNS; None where the log holds the histories itself.
         users, videos: all columns of the feature files, as text.
+        sources: what the files were before they were read.
     """
 
     folder: Path
@@ -57,6 +63,7 @@ class RawFiles:
     sequences: pa.Table | None
     users: pa.Table
     videos: pa.Table
+    sources: Sources
 
 
 def read_raw_files(source: Path | None) -> RawFiles:
@@ -74,19 +81,33 @@ def read_raw_files(source: Path | None) -> RawFiles:
             published.
     """
     folder, layout = _find(_named_folder(source))
+    sources = sources_of(folder, _LAYOUTS[layout])
     users, videos = _read_text(folder / USERS_FILE), _read_text(folder / VIDEOS_FILE)
     _check_key(folder / USERS_FILE, users, "user_id")
     _check_key(folder / VIDEOS_FILE, videos, "video_id")
     if layout == "official":
         logs = [_read_log(folder / name) for name in OFFICIAL_LOGS]
         log = {name: np.concatenate([one[name] for one in logs]) for name in logs[0]}
-        return RawFiles(folder, layout, log, None, users, videos)
+        return RawFiles(folder, layout, log, None, users, videos, sources)
     sequences = _read_parquet(folder / DAYS_SEQUENCES)
     need_columns(folder / DAYS_SEQUENCES, sequences, SEQUENCE_COLUMNS)
     _check_key(folder / DAYS_SEQUENCES, sequences, "user_id")
     for name in ("watch_seq", "long_watch_seq"):
         _check_lists(folder / DAYS_SEQUENCES, sequences, name)
-    return RawFiles(folder, layout, _read_log(folder / DAYS_LOG), sequences, users, videos)
+    log = _read_log(folder / DAYS_LOG)
+    return RawFiles(folder, layout, log, sequences, users, videos, sources)
+
+
+def known_folder(source: Path | None) -> Path | None:
+    """The folder of the raw files, where they are still there.
+
+    Args:
+        source: as in `read_raw_files`.
+    """
+    try:
+        return _find(_named_folder(source))[0]
+    except DataError:
+        return None
 
 
 def _named_folder(source: Path | None) -> Path:
@@ -117,13 +138,9 @@ def _named_folder(source: Path | None) -> Path:
 
 
 def _find(folder: Path) -> tuple[Path, str]:
-    layouts = {
-        "official": (*OFFICIAL_LOGS, USERS_FILE, VIDEOS_FILE),
-        "six-days": (DAYS_LOG, DAYS_SEQUENCES, USERS_FILE, VIDEOS_FILE),
-    }
     missing: dict[str, list[str]] = {}
     for place in (folder, folder / "data", folder / "KuaiRand-Pure" / "data"):
-        for layout, names in layouts.items():
+        for layout, names in _LAYOUTS.items():
             lacks = [name for name in names if not (place / name).is_file()]
             if not lacks:
                 return place, layout
@@ -134,7 +151,7 @@ def _find(folder: Path) -> tuple[Path, str]:
         refusal(
             "kuairand",
             "source",
-            must=f"hold {', '.join(layouts[nearest_layout])}",
+            must=f"hold {', '.join(_LAYOUTS[nearest_layout])}",
             got=f"{folder} without {', '.join(missing[nearest_layout])}",
             fix="name the folder of KuaiRand-Pure",
         )

@@ -16,10 +16,23 @@ def nearest(name: str, known: Iterable[str]) -> str:
         text where there is nothing at all. Meant to follow the received value in a message.
     """
     names = sorted(set(known))
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    if close:
-        return f"; did you mean {close[0]!r}?"
+    if close := suggestion(name, names):
+        return close
     if not names:
         return ""
     shown = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
     return f"; there are {shown}"
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """As `nearest`, for a message that lists the known names already.
+
+    Args:
+        name: what was given.
+        known: what there is.
+
+    Returns:
+        ``"; did you mean 'x'?"``, or an empty text where nothing is near.
+    """
+    close = difflib.get_close_matches(name, sorted(set(known)), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -9,8 +9,10 @@ from gem.data.declared.load import load_declaration, shipped_declarations
 from gem.data.declared.make import write_declared
 from gem.data.features import DatasetSpec, DataSpec
 from gem.data.kuairand import write_kuairand
+from gem.data.kuairand_files import known_folder
+from gem.data.made_from import refuse_stale
 from gem.data.movielens import write_movielens_100k
-from gem.data.names import nearest
+from gem.data.names import suggestion
 from gem.data.synthetic import write_synthetic
 from gem.data.synthetic_spec import SyntheticSpec
 from gem_opkit.errors import ConfigError, DataError, refusal
@@ -45,7 +47,7 @@ def prepare(
     source: Path | str | None = None,
     options: SyntheticSpec | None = None,
 ) -> DatasetSpec:
-    """Make a data set, unless it is there already.
+    """Make a data set, unless it is there already, of the same raw files.
 
     Args:
         name: one of `NAMES`, or path of a declaration, a TOML file (`gem.data.declared.spec`).
@@ -60,16 +62,31 @@ def prepare(
 
     Raises:
         ConfigError: an unknown name, or an argument that the data set does not take.
-        DataError: raw files are missing or wrong, or `out` holds something else.
+        DataError: raw files are missing or wrong, or `out` holds something else, or what was made
+            of files that have changed since.
     """
-    out = Path(out)
+    out, source = Path(out), None if source is None else Path(source)
+    there = (out / SPEC_FILE).is_file()
+    spec = _made(name, out, source=source, options=options)
+    if there:
+        if name == "kuairand":
+            source = known_folder(source)
+        elif source is None and name.endswith(".toml"):
+            source = Path(name).parent
+        refuse_stale(out, source=source)
+    return spec
+
+
+def _made(
+    name: str, out: Path, *, source: Path | None, options: SyntheticSpec | None
+) -> DatasetSpec:
     if name not in NAMES and not name.endswith(".toml"):
         raise ConfigError(
             refusal(
                 "gem data prepare",
                 "name",
                 must=f"be one of {', '.join(NAMES)}",
-                got=repr(name) + nearest(name, NAMES),
+                got=repr(name) + suggestion(name, NAMES),
                 fix="correct the name; a log of your own is made by the TOML file that declares "
                 "it, and a recipe reads a data set of your own from data.folder",
             )
@@ -79,16 +96,15 @@ def prepare(
     if source is not None and name == "synthetic":
         raise ConfigError("gem data prepare: 'synthetic' is generated and takes no source")
     if name.endswith(".toml") or name in shipped_declarations():
-        return _prepare_declared(name, out, None if source is None else Path(source))
+        return _prepare_declared(name, out, source)
     wanted = (options or SyntheticSpec()).model_dump() if name == "synthetic" else {}
     if (out / SPEC_FILE).is_file():
         return _existing(out, name, wanted)
     if name == "synthetic":
         return write_synthetic(out, options or SyntheticSpec())
-    folder = None if source is None else Path(source)
     if name == "kuairand":
-        return write_kuairand(out, source=folder)
-    return write_movielens_100k(out, source=folder)
+        return write_kuairand(out, source=source)
+    return write_movielens_100k(out, source=source)
 
 
 def _prepare_declared(name: str, out: Path, source: Path | None) -> DatasetSpec:
@@ -97,16 +113,19 @@ def _prepare_declared(name: str, out: Path, source: Path | None) -> DatasetSpec:
         return _existing(out, declaration.name, {"declaration": digest})
     if source is None and name.endswith(".toml"):
         source = Path(name).parent
-    return write_declared(out, declaration, digest, source=source)
+    file = Path(name) if name.endswith(".toml") else None
+    return write_declared(out, declaration, digest, source=source, file=file)
 
 
-def provide(data: DataSpec, root: Path) -> DatasetSpec:
+def provide(data: DataSpec, root: Path, *, fresh: bool = False) -> DatasetSpec:
     """The data set that a recipe reads: the one in its folder, else one that is made by name.
 
     Args:
         data: the recipe's section. With a `folder` nothing is made: a mistyped one would be filled
             with other data, and the data set there may be anybody's.
         root: as in `default_folder`.
+        fresh: refuse a data set whose raw files have changed since it was made. A run that has
+            begun goes on with the rows that it knows.
 
     Returns:
         the contract of the data set in `default_folder`.
@@ -116,9 +135,43 @@ def provide(data: DataSpec, root: Path) -> DatasetSpec:
     """
     folder = default_folder(data, root)
     if data.folder is None:
+        spec = _provide_by_name(data, folder, fresh=fresh)
+    else:
+        spec = Dataset.open(folder).spec
+        if spec.name != data.dataset:
+            raise DataError(
+                refusal(
+                    "gem data",
+                    "data.dataset",
+                    must=f"be {spec.name!r}, the name of the data set in data.folder = "
+                    f"{data.folder}",
+                    got=repr(data.dataset),
+                    fix="correct it, or name another folder",
+                )
+            )
+        if data.synthetic is not None:
+            _need_options(folder, spec, data.synthetic.model_dump())
+        if fresh:
+            refuse_stale(folder)
+    return spec
+
+
+def _provide_by_name(data: DataSpec, folder: Path, *, fresh: bool) -> DatasetSpec:
+    if data.dataset not in NAMES:
+        raise ConfigError(
+            refusal(
+                "gem data",
+                "data.dataset",
+                must=f"be one of {', '.join(NAMES)}, or the name of the data set in data.folder",
+                got=repr(data.dataset) + suggestion(data.dataset, NAMES),
+                fix="correct it, or set data.folder and data.dataset to a data set of your own, "
+                "made by `gem data prepare LOG.toml`",
+            )
+        )
+    if fresh:
         return prepare(data.dataset, folder, source=data.source, options=data.synthetic)
-    wanted = {} if data.synthetic is None else data.synthetic.model_dump()
-    return _existing(folder, data.dataset, wanted)
+    source = None if data.source is None else Path(data.source)
+    return _made(data.dataset, folder, source=source, options=data.synthetic)
 
 
 def notice(spec: DatasetSpec) -> str:
@@ -150,15 +203,19 @@ def _existing(out: Path, name: str, wanted: dict[str, object]) -> DatasetSpec:
                 fix="choose another folder or correct the name",
             )
         )
+    _need_options(out, spec, wanted)
+    return spec
+
+
+def _need_options(folder: Path, spec: DatasetSpec, wanted: dict[str, object]) -> None:
     for key, value in wanted.items():
         if spec.options.get(key) != value:
             raise DataError(
                 refusal(
-                    "gem data prepare",
-                    "out",
+                    "gem data",
+                    str(folder),
                     must=f"hold a data set made with {key} = {value}",
-                    got=f"{out}, made with {key} = {spec.options.get(key)}",
+                    got=f"one made with {key} = {spec.options.get(key)}",
                     fix="remove the folder or choose another one",
                 )
             )
-    return spec

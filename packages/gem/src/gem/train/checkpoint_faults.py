@@ -11,6 +11,7 @@ from pathlib import Path
 
 from torch.distributed.checkpoint.api import CheckpointException
 
+from gem.train.checkpoint_manifest import instead_of
 from gem_opkit.errors import DataError, refusal
 
 
@@ -89,6 +90,6 @@ def damage_named(folder: Path) -> Iterator[None]:
                 str(folder),
                 must="be readable",
                 got=f"{type(first).__name__}: {first}",
-                fix="remove that folder, so that the checkpoint before it is used",
+                fix=instead_of(folder),
             )
         ) from fault

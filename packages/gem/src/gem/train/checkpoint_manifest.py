@@ -7,6 +7,7 @@ that: it finds every flipped byte, and nobody forges a checkpoint of their own.
 
 import json
 import os
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ _KEYS = frozenset(
 )
 _CHUNK_BYTES = 1 << 22
 _UNREADABLE = -1
+_STEP = re.compile(r"^step-([0-9]+)$")
 
 
 class DamagedCheckpoint(DataError):
@@ -82,9 +84,7 @@ def _changed(path: Path, written: int, found: int) -> DataError:
             str(path),
             must=f"hold what was written (CRC-32 {written:08x})",
             got="a file that cannot be read" if unreadable else f"other bytes ({found:08x})",
-            fix="check its permissions and the disk"
-            if unreadable
-            else f"remove {path.parent}, so that the checkpoint before it is used",
+            fix="check its permissions and the disk" if unreadable else instead_of(path.parent),
         )
     )
 
@@ -167,12 +167,36 @@ def read_manifest(folder: Path) -> dict[str, Any]:
                 str(folder),
                 must="be complete: a manifest, and every file that it lists",
                 got="a folder where some are missing, changed or cut short",
-                fix="use an older checkpoint",
+                fix=instead_of(folder),
             )
         )
     manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     del manifest[_OWN]
     return manifest
+
+
+def instead_of(folder: Path) -> str:
+    """What to do about a damaged checkpoint; to remove the only one would lose the run.
+
+    Args:
+        folder: the checkpoint.
+    """
+    if any(_is_whole_before(other, folder) for other in folder.parent.iterdir()):
+        return f"remove {folder}, so that the checkpoint before it is used"
+    return (
+        f"restore {folder} from a copy, or train again: no whole checkpoint is before it in "
+        f"{folder.parent}"
+    )
+
+
+def _is_whole_before(other: Path, folder: Path) -> bool:
+    steps = [_STEP.search(one.name) for one in (other, folder)]
+    if steps[0] is None or steps[1] is None or int(steps[0][1]) >= int(steps[1][1]):
+        return False
+    try:
+        return is_complete(other)
+    except OSError:  # a disk that fails; it is no way out
+        return False
 
 
 def _check_format(folder: Path) -> None:

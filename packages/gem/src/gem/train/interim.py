@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from gem.data.batch import ExampleBatch
-from gem.data.names import nearest
+from gem.data.names import suggestion
 from gem.train.evaluate import evaluate as score
 from gem.train.run import Run, asked_to_stop, read_ahead
 from gem.train.run_log import RunLog
@@ -54,7 +54,7 @@ def check_interim(run: Run) -> None:
                 "gem train",
                 "train.interim.task",
                 must=f"be one of {', '.join(tasks)}",
-                got=repr(spec.task) + nearest(spec.task, tasks),
+                got=repr(spec.task) + suggestion(spec.task, tasks),
                 fix="correct the name",
             )
         )

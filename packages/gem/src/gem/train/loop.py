@@ -73,7 +73,7 @@ def train(
     ):
         display = display if display is not None and world.is_first else Display(None)
         check_folder(config, folder, resume=resume)
-        run = build_run(config, folder, world, display, data_root)
+        run = build_run(config, folder, world, display, data_root, fresh=not resume)
         check_interim(run)
         record_config(config, folder, world)
         if resume:

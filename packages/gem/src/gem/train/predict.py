@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from gem import __version__
 from gem.data.dataset import Dataset
-from gem.data.names import nearest
+from gem.data.names import suggestion
 from gem.data.prepare import default_folder
 from gem.data.whole_folder import begin_folder, complete_folder, hidden_folder, is_free
 from gem.train.evaluate import ParquetRows, Predictions, constant_column, domain_column
@@ -195,7 +195,7 @@ def _check_splits(splits: Sequence[str], run: Run) -> None:
                     "gem predict",
                     "--split",
                     must=f"be one of {', '.join(known)}",
-                    got=repr(split) + nearest(split, known),
+                    got=repr(split) + suggestion(split, known),
                     fix="correct the name",
                 )
             )

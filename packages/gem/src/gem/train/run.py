@@ -120,7 +120,9 @@ def torch_settings(spec: TrainSpec) -> Iterator[None]:
         _determinism.fill_uninitialized_memory = filling
 
 
-def data_folder(config: RunConfig, world: World, display: Display, data_root: Path) -> Path:
+def data_folder(
+    config: RunConfig, world: World, display: Display, data_root: Path, *, fresh: bool
+) -> Path:
     """Where the run's data set lies; makes it first if it is not there.
 
     Args:
@@ -128,6 +130,7 @@ def data_folder(config: RunConfig, world: World, display: Display, data_root: Pa
         world: the ranks; the first one makes the data set, the others wait.
         display: says so.
         data_root: folder of all data sets.
+        fresh: the run begins, so its data set has to be that of the raw files as they are now.
 
     Raises:
         DataError: the config names a folder without a data set, or its raw files are wrong.
@@ -136,7 +139,7 @@ def data_folder(config: RunConfig, world: World, display: Display, data_root: Pa
     if world.is_first:
         there = folder.exists() or config.data.folder is not None
         display.stage(f"{'read' if there else 'prepare'} data set {config.data.dataset}: {folder}")
-        spec = provide(config.data, data_root)
+        spec = provide(config.data, data_root, fresh=fresh)
         for line in [] if there else notice(spec).splitlines():
             display.stage(line)
     barrier(world)
@@ -144,7 +147,13 @@ def data_folder(config: RunConfig, world: World, display: Display, data_root: Pa
 
 
 def build_run(
-    config: RunConfig, folder: Path, world: World, display: Display, data_root: Path
+    config: RunConfig,
+    folder: Path,
+    world: World,
+    display: Display,
+    data_root: Path,
+    *,
+    fresh: bool = False,
 ) -> Run:
     """Open the data and build the model with its optimizers, all at their first step.
 
@@ -154,13 +163,14 @@ def build_run(
         world: the ranks.
         display: shows the progress.
         data_root: where data sets lie that the config names no folder for.
+        fresh: as in `data_folder`.
 
     Raises:
         ConfigError, DataError, UnsupportedError: as `gem.train.loop.train`.
     """
     spec = config.train
     _check_built(config, world)  # before data is prepared
-    source = data_folder(config, world, display, data_root)
+    source = data_folder(config, world, display, data_root, fresh=fresh)
     reader = open_reader(
         source,
         config.data,

@@ -39,7 +39,7 @@ class RawTable:
     def __init__(self, key: str, files: RawFiles, source: Path) -> None:
         self.key = key
         self.files = files
-        self.paths = [path for pattern in files.paths for path in _find(source, pattern)]
+        self.paths = [path for pattern in files.paths for path in _found(source, pattern)]
 
     def batches(self, columns: Sequence[str]) -> Iterator[tuple["Place", pa.RecordBatch]]:
         """Read some columns.
@@ -149,8 +149,16 @@ class Place:
         )
 
 
-def _find(source: Path, pattern: str) -> list[Path]:
-    """The files of a pattern in the folder, else in one folder below it."""
+def find_files(source: Path, pattern: str) -> list[Path]:
+    """The files of a pattern in a folder, else in one folder below it.
+
+    Args:
+        source: the folder.
+        pattern: path within it; `*` stands for any text.
+
+    Returns:
+        the files, sorted; none where there is none, or where two folders below have such.
+    """
     if "*" in pattern:
         found = sorted(path for path in source.glob(pattern) if path.is_file())
     else:
@@ -159,6 +167,11 @@ def _find(source: Path, pattern: str) -> list[Path]:
         found = sorted(path for path in source.glob(f"*/{pattern}") if path.is_file())
         if len({path.parent for path in found}) > 1:
             found = []
+    return found
+
+
+def _found(source: Path, pattern: str) -> list[Path]:
+    found = find_files(source, pattern)
     if not found:
         raise DataError(
             refusal(

