@@ -120,7 +120,6 @@ def generalized_dot_product_attention(  # noqa: PLR0913 - Meta's own signature
     names = _names(activation, ensemble_activation_list, query.shape[1])
     if broadcast_q:
         out = _pool(query, key, value, key_offset, names, max_seq_len_kv, window_size)
-        begins = torch.arange(key_offset.shape[0], device=query.device) * query.shape[0]
     else:
         if window_size is not None and query_offset is not key_offset:
             raise UnsupportedError(
@@ -145,11 +144,13 @@ def generalized_dot_product_attention(  # noqa: PLR0913 - Meta's own signature
             scale=1.0,
             window_size=(window_size, window_size),
         )
-        begins = query_offset
     if qk_scale is not None and qk_scale != 1.0:
         out = out * qk_scale
     if output_offset is None or output_offset is query_offset:
         return out
+    begins = query_offset
+    if broadcast_q:
+        begins = torch.arange(key_offset.shape[0], device=query.device) * query.shape[0]
     return _moved(out, begins, output_offset)
 
 

@@ -3,6 +3,7 @@
 import io
 import json
 import shutil
+from itertools import count
 
 import pytest
 import torch
@@ -56,9 +57,44 @@ def test_training_is_the_same_with_and_without(unbroken, watched):
     # The last one is of the final weights, as the one at the end is.
     assert found[-1]["metrics"] == watched[1]["valid"]
     assert found[0]["metrics"] != found[1]["metrics"]
+    nes = [row["metrics"]["click"]["ne"] for row in found]
+    training = watched[1]["training"]
+    assert (training["best_ne"], training["best_step"]) == (min(nes), 2 + 2 * nes.index(min(nes)))
 
 
-def test_an_evaluation_sees_the_averages_and_no_more_than_it_should(tiny, data_root, tmp_path):
+def test_rows_tell_the_flops_of_their_own_steps(watched):
+    """Over the time of these steps, without evaluations; together they are those of the run."""
+    lines = (watched[0] / METRICS_FILE).read_text().splitlines()
+    found = [row for row in map(json.loads, lines) if "split" not in row]
+    seconds = [row["examples"] / row["examples_per_s"] for row in found]
+    shares = [1.0 - row["time_frac"]["evaluation"] for row in found]
+    assert shares[0] == 1.0 > shares[-1]
+    ends = [s * share for s, share in zip(seconds, shares, strict=True)]
+    spans = [end - begin for begin, end in zip([0.0, *ends], ends, strict=False)]
+    flops = sum(1e12 * row["model_tflops_per_s"] * s for row, s in zip(found, spans, strict=True))
+    total = watched[1]["efficiency"]["flops_per_example"] * watched[1]["examples"]
+    assert flops == pytest.approx(total, rel=1e-6)
+    assert {row["e2e_mfu"] for row in found} == {None}  # a CPU has no peak in the table
+
+
+def test_what_is_better_and_when_it_is_enough(tiny, data_root, tmp_path, monkeypatch):
+    """By the NE of the task that is meant: an unknown one says nothing, a better one starts anew."""
+    nes = iter([0.90, None, 0.88, 0.80, 0.81, 0.76])
+    click = count(1)
+    monkeypatch.setattr(
+        interim,
+        "_measure",
+        lambda _: {"click": {"ne": float(next(click))}, "conversion": {"ne": next(nes)}},
+    )
+    settings = ["train.interim.every_steps=1", "train.interim.stop_after=2"]
+    settings += ["train.interim.task=conversion", "train.interim.min_gain=0.05"]
+    summary = train(tiny(*settings), tmp_path, data_root=data_root)
+    training = summary["training"]
+    assert (summary["steps"], training["stopped_early"]) == (6, True)
+    assert (training["best_step"], training["best_ne"]) == (4, 0.80)
+
+
+def test_an_evaluation_sees_no_more_batches_than_it_should(tiny, data_root, tmp_path):
     train(tiny(EVERY, "train.interim.max_batches=1"), tmp_path, data_root=data_root)
     found = rows(tmp_path, interim=True)
     assert {row["metrics"]["click"]["examples"] for row in found} == {32}

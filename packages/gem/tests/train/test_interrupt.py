@@ -85,6 +85,17 @@ def test_the_limit_leaves_time_for_a_step_and_a_checkpoint(monkeypatch):
     assert StopRequest().reason() == 0
 
 
+def test_a_share_of_the_limit_is_kept_back(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(interrupt.time, "monotonic", lambda: now[0])
+    stop = StopRequest(100.0)
+    reasons = []
+    for step in range(1, 99):
+        now[0] = float(step)
+        reasons.append(stop.reason())
+    assert reasons == [0] * 97 + [TIME_IS_UP]  # a step takes 1 s, and 2 s are left
+
+
 def test_to_begin_is_no_step(monkeypatch):
     """However long the data took to be read, and the model to be built."""
     now = [0.0]

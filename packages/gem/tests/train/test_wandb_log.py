@@ -54,6 +54,8 @@ def test_every_row_is_sent_and_a_resumed_run_is_the_same_one(
     assert last["final/test/metrics/click/ne"] == summary["test"]["click"]["ne"]
     train(config, tmp_path, resume=True, data_root=data_root)
     assert recorder.begun[1]["id"] == began["id"]
+    assert [step for step, _ in recorder.rows[9:]] == [10, 10]  # the evaluation at the end
+    assert recorder.ended == 2
 
 
 def test_a_failure_there_is_no_failure_of_the_run(tiny, data_root, tmp_path, monkeypatch, caplog):

@@ -11,6 +11,8 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from gem_attention.portable.ragged.descriptor import MOST_ROWS, packs, ragged_view
+
 ROWS = 64  # of a warpgroup: wgmma's own height
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 # Stands for 0, which would turn the -inf of hidden scores into NaN.
@@ -18,8 +20,7 @@ LEAST_SCALE = 2.0**-126
 # Registers of a thread at launch; the warps then trade them: 240 a consumer, 24 the producer.
 REGISTERS = 168
 _WIDTHS = (64, 128)
-# Bounds of the ragged descriptors (gem_attention.hopper.device) and of int32 coordinates.
-_MOST_ROWS = 2**30
+# Bound of int32 coordinates.
 _MOST_HEAD_ROWS = 2**28
 
 
@@ -57,7 +58,7 @@ def takes(
         and torch.cuda.get_device_capability(q_THK.device) == (9, 0)
         and q_THK.shape[2] in _WIDTHS
         and v_SGV.shape[2] == q_THK.shape[2]
-        and max(q_THK.shape[0], k_SGK.shape[0]) < _MOST_ROWS
+        and max(q_THK.shape[0], k_SGK.shape[0]) < MOST_ROWS
         and padded * q_THK.shape[1] < _MOST_HEAD_ROWS
         and ROWS * batch <= 2 * q_THK.shape[0]
         and all(packs(x) for x in tensors)
@@ -74,29 +75,10 @@ def one_weight(activations: str) -> bool:
     return len(set(activations.split(","))) == 1
 
 
-def packs(x: Tensor) -> bool:
-    """Whether heads lie side by side in rows that TMA can read: a view of a fused QKV does."""
-    return (
-        x.stride(2) == 1
-        and (x.stride(1) == x.shape[2] or x.shape[1] == 1)
-        and x.stride(0) >= x.shape[1] * x.shape[2]
-        and x.stride(0) * x.element_size() % 16 == 0
-        and x.data_ptr() % 16 == 0
-    )
-
-
 def ragged(x: Tensor, rows: int) -> TensorDescriptor:
     """Describe a packed tensor for access within one sequence (``gem_attention.hopper.device``)."""
-    heads, width = x.shape[1:]
-    stride = x.stride(0)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-    return TensorDescriptor(
-        x,
-        [0x7FFF0000, 0x7FFF0000, _MOST_ROWS, heads * width],
-        [2**34 - stride, stride, stride, 1],
-        [1, 1, rows, width],
-        layout,
-    )
+    return TensorDescriptor(x, *ragged_view(x, rows), layout)
 
 
 def plain(x: Tensor, block: list[int], swizzle_bytes: int) -> TensorDescriptor:

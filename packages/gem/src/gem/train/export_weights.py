@@ -20,6 +20,7 @@ from gem.train.checkpoint import latest_complete, read_manifest, single_process_
 from gem.train.checkpoint_faults import damage_named
 from gem.train.checkpoint_manifest import check_content
 from gem.train.run_folder import CHECKPOINTS, CONFIG_FILE
+from gem.train.whole_file import partial_of
 from gem_opkit.errors import ConfigError, DataError, refusal
 from gem_parallel.launch import World
 
@@ -77,7 +78,7 @@ def export_weights(run: Path, out: Path, *, averaged: bool = True) -> dict[str, 
 
 
 def _write(out: Path, content: bytes) -> None:
-    partial = out.with_name(f".{out.name}.partial")
+    partial = partial_of(out)
     try:
         with partial.open("wb") as file:
             file.write(content)

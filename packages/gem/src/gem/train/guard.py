@@ -18,6 +18,7 @@ from torch import Tensor
 from gem.data.batch import ExampleBatch
 from gem.train.loop_state import LoopState
 from gem.train.spec import GuardSpec
+from gem.train.whole_file import partial_of
 from gem_parallel.collectives import all_reduce_sum
 from gem_parallel.launch import World
 
@@ -220,7 +221,7 @@ def write_batch(
         }
         for name, stream in batch.streams.items()
     }
-    partial = path.with_name(f".{path.name}.partial")
+    partial = partial_of(path)
     try:
         torch.save(content, partial)
         partial.rename(path)

@@ -11,7 +11,7 @@ import torch
 
 from gem.config import RunConfig, parse_recipe, recipe_text
 from gem.train.spec import RESUMABLE_KEYS
-from gem.train.whole_file import write_whole
+from gem.train.whole_file import partial_of, write_whole
 from gem_opkit.errors import ConfigError, refusal
 from gem_parallel.collectives import all_reduce_sum, barrier
 from gem_parallel.launch import World
@@ -91,7 +91,9 @@ def check_folder(config: RunConfig, folder: Path, *, resume: bool) -> None:
     """
     path = folder / CONFIG_FILE
     # A process that was killed while it wrote its config has done nothing else.
-    used = folder.is_dir() and any(entry.name != _partial(path).name for entry in folder.iterdir())
+    used = folder.is_dir() and any(
+        entry.name != partial_of(path).name for entry in folder.iterdir()
+    )
     if used and not (resume and path.exists()):
         raise ConfigError(
             refusal(
@@ -135,10 +137,6 @@ def record_config(config: RunConfig, folder: Path, world: World) -> None:
     barrier(world)
     if world.is_first:
         write_whole(folder / CONFIG_FILE, config.to_toml())
-
-
-def _partial(path: Path) -> Path:
-    return path.with_name(f".{path.name}.partial")
 
 
 def read_run_config(folder: Path) -> RunConfig:

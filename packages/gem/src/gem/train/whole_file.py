@@ -3,6 +3,15 @@
 from pathlib import Path
 
 
+def partial_of(path: Path) -> Path:
+    """Where a file lies while it is written, beside its place.
+
+    Args:
+        path: its place.
+    """
+    return path.with_name(f".{path.name}.partial")
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write a text such that the file is whole or not there.
 
@@ -13,7 +22,7 @@ def write_whole(path: Path, text: str) -> None:
     Raises:
         OSError: the disk refuses; names the file, which a failed write by itself does not.
     """
-    partial = path.with_name(f".{path.name}.partial")
+    partial = partial_of(path)
     try:
         partial.write_text(text, encoding="utf-8")
         partial.rename(path)

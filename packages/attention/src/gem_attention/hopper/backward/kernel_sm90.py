@@ -10,11 +10,11 @@ from gem_attention.hopper.launching import (
     LEAST_SCALE,
     REGISTERS,
     ROWS,
-    packs,
     plain,
     programs,
     ragged,
 )
+from gem_attention.portable.ragged.descriptor import packs
 from gem_attention.tiles import Window, key_tiles, query_tiles
 
 _KEYS = 128

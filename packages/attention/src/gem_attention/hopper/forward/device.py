@@ -6,6 +6,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from gem_attention.hopper.device import BOUND, item_at, items_of, sequence_rows
+from gem_attention.portable.activations.device import names
 
 
 @gluon.jit
@@ -57,18 +58,6 @@ def store_rows(o_desc, o_tile, out, begin, length, row, col):
 
 
 # Functions of numbers and strings alone: Triton 3.6 takes no element of a tuple for a constant.
-@triton.constexpr_function
-def names(activations):
-    """Return how many different names there are."""
-    return len(set(activations.split(",")))
-
-
-@triton.constexpr_function
-def name(activations, which):
-    """Return one of the different names."""
-    return list(dict.fromkeys(activations.split(",")))[which]
-
-
 @triton.constexpr_function
 def _holds(activations, head, which):
     given = activations.split(",")

@@ -12,15 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gem_attention.portable.launching.kernel import (
-    Call,
-    run_forward,
-    run_keys,
-    run_queries,
-    run_short,
-)
+from gem_attention.portable.launching.kernel import Call, run_backward, run_forward
 from gem_attention.tiles import Window
-from gem_attention.tiling.sizes import short_config, short_rows
 
 _NAME = "generalized_attention"
 
@@ -65,22 +58,15 @@ def launch_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v; always deterministic, every row written."""
     del deterministic
-    grad_q_THK, grad_k_SGK, grad_v_SGV = (x.new_empty(x.shape) for x in (q_THK, k_SGK, v_SGV))
     operands = (q_THK, k_SGK, v_SGV)
+    gradients = (
+        q_THK.new_empty(q_THK.shape),
+        k_SGK.new_empty(k_SGK.shape),
+        v_SGV.new_empty(v_SGV.shape),
+    )
     call = Call(_NAME, *operands, q_offsets_O, k_offsets_O, window, scale, activations=activations)
     # Where softmax reads the logsumexp and delta nothing is read here.
     given = (*operands, grad_out_THV, grad_out_THV, grad_out_THV)
-    short = 0
-    if call.group == 1 and window == (None, None):
-        short = short_rows(q_THK.shape[0], call.batch, width=call.width)
-    queries = partial(run_queries, call, given, grad_q_THK, short)
-    keys = partial(run_keys, call, given, grad_k_SGK, grad_v_SGV, short)
     with torch.cuda.device_of(q_THK):
-        if short:
-            gradients = (grad_q_THK, grad_k_SGK, grad_v_SGV)
-            run_short(call, given, gradients, short_config(short, q_THK.element_size()))
-        if q_THK.shape[0]:
-            queries(call.config("backward_queries", q_THK, queries))
-        if k_SGK.shape[0]:
-            keys(call.config("backward_keys", k_SGK, keys))
-    return grad_q_THK, grad_k_SGK, grad_v_SGV
+        run_backward(call, given, gradients)
+    return gradients

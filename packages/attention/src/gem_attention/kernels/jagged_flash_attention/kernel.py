@@ -26,15 +26,8 @@ import triton
 from torch import Tensor
 
 from gem_attention.portable.backward.kernel import jagged_flash_attention_delta_kernel
-from gem_attention.portable.launching.kernel import (
-    Call,
-    run_forward,
-    run_keys,
-    run_queries,
-    run_short,
-)
+from gem_attention.portable.launching.kernel import Call, run_backward, run_forward
 from gem_attention.tiles import Window
-from gem_attention.tiling.sizes import short_config, short_rows
 
 _NAME = "jagged_flash_attention"
 
@@ -78,25 +71,16 @@ def launch_backward(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v; always deterministic, every row written."""
-    grad_q_THK, grad_k_SGK, grad_v_SGV = (x.new_empty(x.shape) for x in (q_THK, k_SGK, v_SGV))
+    gradients = (
+        q_THK.new_empty(q_THK.shape),
+        k_SGK.new_empty(k_SGK.shape),
+        v_SGV.new_empty(v_SGV.shape),
+    )
     call = Call(_NAME, q_THK, k_SGK, v_SGV, q_offsets_O, k_offsets_O, window, scale)
-    tokens = q_THK.shape[0]
     with torch.cuda.device_of(q_THK):
         lse2_HT, delta_HT = _launch_delta(grad_out_THV, grad_lse_TH, out_THV, lse_TH)
-        given = (q_THK, k_SGK, v_SGV, grad_out_THV, lse2_HT, delta_HT)
-        short = 0
-        if call.group == 1 and window == (None, None):
-            short = short_rows(tokens, call.batch, width=call.width)
-        queries = partial(run_queries, call, given, grad_q_THK, short)
-        keys = partial(run_keys, call, given, grad_k_SGK, grad_v_SGV, short)
-        if short:
-            gradients = (grad_q_THK, grad_k_SGK, grad_v_SGV)
-            run_short(call, given, gradients, short_config(short, q_THK.element_size()))
-        if tokens:
-            queries(call.config("backward_queries", q_THK, queries))
-        if k_SGK.shape[0]:
-            keys(call.config("backward_keys", k_SGK, keys))
-    return grad_q_THK, grad_k_SGK, grad_v_SGV
+        run_backward(call, (q_THK, k_SGK, v_SGV, grad_out_THV, lse2_HT, delta_HT), gradients)
+    return gradients
 
 
 def _launch_delta(grad_out_THV, grad_lse_TH, out_THV, lse_TH):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gem_attention.portable.launching.kernel import may_be_fast
 from gem_attention.portable.pooled.backward.kernel import (
     pooled_attention_backward_kernel,
     pooled_attention_sum_kernel,
@@ -248,7 +249,7 @@ class _Call:
             "BLOCK_V": blocks[1],
             "NATURAL": self.single,
             "ACTIVATIONS": activations,
-            "FAST": k_SGK.is_cuda and not self.single,
+            "FAST": may_be_fast(k_SGK),
         }
 
     def tiles_of(self, config: LaunchConfig, *tensors: Tensor) -> tuple[Any, ...]:

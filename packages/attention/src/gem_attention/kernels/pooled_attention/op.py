@@ -231,7 +231,8 @@ def _sizes(
 
 
 def _forward_cost(seeds_PHK: Tensor, k_SGK: Tensor, v_SGV: Tensor, *rest: Any) -> Cost:
-    sizes = _sizes(seeds_PHK, k_SGK, v_SGV, batch=rest[1].shape[0], k_tokens=rest[-2])
+    batch = rest[0].shape[0] - 1  # of the offsets: the lengths may be None
+    sizes = _sizes(seeds_PHK, k_SGK, v_SGV, batch=batch, k_tokens=rest[-2])
     return pooled_attention_cost(**sizes)
 
 

@@ -39,13 +39,13 @@ _DENSITY = tl.constexpr(0.3989422804014327)  # 1/√(2π)
 # Triton 3.6 takes no element of a tuple for a constant, hence functions that return each alone, and
 # they may call no other.
 @triton.constexpr_function
-def _names(activations):
+def names(activations):
     """Return how many distinct names there are."""
     return len(set(activations.split(",")))
 
 
 @triton.constexpr_function
-def _name(activations, which):
+def name(activations, which):
     """Return one of the distinct names."""
     return list(dict.fromkeys(activations.split(",")))[which]
 
@@ -220,12 +220,12 @@ def activated(score, scale, head, ACTIVATIONS: tl.constexpr, FAST: tl.constexpr)
     head, is looked up, one branch for all elements.
     """
     p = score
-    if _names(ACTIVATIONS) == 1:
-        p = _value(score, scale, _name(ACTIVATIONS, 0), FAST)
+    if names(ACTIVATIONS) == 1:
+        p = _value(score, scale, name(ACTIVATIONS, 0), FAST)
     else:
-        for i in tl.static_range(_names(ACTIVATIONS)):
-            if _has(head, ACTIVATIONS, _name(ACTIVATIONS, i)):
-                p = _value(score, scale, _name(ACTIVATIONS, i), FAST)
+        for i in tl.static_range(names(ACTIVATIONS)):
+            if _has(head, ACTIVATIONS, name(ACTIVATIONS, i)):
+                p = _value(score, scale, name(ACTIVATIONS, i), FAST)
     return p
 
 
@@ -234,10 +234,10 @@ def activated_with_slope(score, scale, head, ACTIVATIONS: tl.constexpr, FAST: tl
     """Return f(x) and f'(x) at x = scale · score; arguments as ``activated``."""
     p = score
     slope = score
-    if _names(ACTIVATIONS) == 1:
-        p, slope = _value_and_slope(score, scale, _name(ACTIVATIONS, 0), FAST)
+    if names(ACTIVATIONS) == 1:
+        p, slope = _value_and_slope(score, scale, name(ACTIVATIONS, 0), FAST)
     else:
-        for i in tl.static_range(_names(ACTIVATIONS)):
-            if _has(head, ACTIVATIONS, _name(ACTIVATIONS, i)):
-                p, slope = _value_and_slope(score, scale, _name(ACTIVATIONS, i), FAST)
+        for i in tl.static_range(names(ACTIVATIONS)):
+            if _has(head, ACTIVATIONS, name(ACTIVATIONS, i)):
+                p, slope = _value_and_slope(score, scale, name(ACTIVATIONS, i), FAST)
     return p, slope

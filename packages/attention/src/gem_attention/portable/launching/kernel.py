@@ -20,11 +20,30 @@ from gem_attention.portable.forward.kernel import jagged_flash_attention_forward
 from gem_attention.portable.ragged.descriptor import describes, ragged
 from gem_attention.portable.short.kernel import jagged_flash_attention_backward_short_kernel
 from gem_attention.tiles import Window, key_tiles, query_tiles
-from gem_attention.tiling.sizes import CANDIDATES, SINGLE_CANDIDATES, default_config
+from gem_attention.tiling.sizes import (
+    CANDIDATES,
+    SINGLE_CANDIDATES,
+    default_config,
+    short_config,
+    short_rows,
+)
 from gem_opkit.tuning import LaunchConfig, choose, device_key, length_bucket
 
 _LOG2E = 1.4426950408889634
 SOFTMAX = "softmax"
+
+
+def may_be_fast(x: Tensor) -> bool:
+    """Say whether activations may take tanh from the special-function unit.
+
+    Args:
+        x: queries, keys or values; any shape.
+
+    Returns:
+        True for bf16 and fp16 on an NVIDIA GPU: the instruction is NVIDIA's, and too coarse for
+        results in float32.
+    """
+    return x.dtype != torch.float32 and x.is_cuda and torch.version.hip is None
 
 
 class Call:
@@ -86,8 +105,7 @@ class Call:
             "HAS_LEFT": left is not None,
             "HAS_RIGHT": right is not None,
             "ACTIVATIONS": activations,
-            # The instruction is NVIDIA's, and too coarse for results in float32.
-            "FAST": not single and q_THK.is_cuda and torch.version.hip is None,
+            "FAST": may_be_fast(q_THK),
         }
         self.lists = {
             "q_offsets_O": q_offsets_O,
@@ -164,14 +182,42 @@ def run_forward(
     )
 
 
-def run_queries(
+def run_backward(
+    call: Call,
+    given: tuple[Tensor, ...],
+    gradients: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Write every row of the gradients of q, k and v.
+
+    Args:
+        call: what the launches share.
+        given: q, k, v, the gradient of out, and what softmax needs: lse2_HT and delta_HT in fp32.
+            Without softmax nothing is read there.
+        gradients: of q, k and v, contiguous.
+    """
+    q_THK, k_SGK, *_ = given
+    grad_q_THK, grad_k_SGK, grad_v_SGV = gradients
+    short = 0
+    if call.group == 1 and not call.windowed:
+        short = short_rows(q_THK.shape[0], call.batch, width=call.width)
+    queries = partial(_run_queries, call, given, grad_q_THK, short)
+    keys = partial(_run_keys, call, given, grad_k_SGK, grad_v_SGV, short)
+    if short:
+        _run_short(call, given, gradients, short_config(short, q_THK.element_size()))
+    if q_THK.shape[0]:
+        queries(call.config("backward_queries", q_THK, queries))
+    if k_SGK.shape[0]:
+        keys(call.config("backward_keys", k_SGK, keys))
+
+
+def _run_queries(
     call: Call,
     given: tuple[Tensor, ...],
     grad_q_THK: Tensor,
     short: int,
     config: LaunchConfig,
 ) -> None:
-    """Write the gradient of q; ``given`` are q, k, v, that of out, and what softmax needs."""
+    """Write the gradient of q; ``given`` as in ``run_backward``."""
     tiles = query_tiles(**call.lists, block_tokens=config.block_rows)
     jagged_flash_attention_backward_queries_kernel[(tiles.capacity * call.heads,)](
         *given,
@@ -195,7 +241,7 @@ def run_queries(
     )
 
 
-def run_keys(
+def _run_keys(
     call: Call,
     given: tuple[Tensor, ...],
     grad_k_SGK: Tensor,
@@ -228,7 +274,7 @@ def run_keys(
     )
 
 
-def run_short(
+def _run_short(
     call: Call,
     given: tuple[Tensor, ...],
     gradients: tuple[Tensor, Tensor, Tensor],

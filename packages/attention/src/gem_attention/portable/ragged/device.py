@@ -1,6 +1,6 @@
 """Tiles of one sequence of a packed batch through TMA, in plain Triton.
 
-The descriptor (``gem_attention.hopper.launching`` says how it is made) has two dims more than the
+The descriptor (``gem_attention.portable.ragged.descriptor`` makes it) has two dims more than the
 tensor. Their strides cancel by the wrap-around of 64-bit addresses, so that the coordinates
 (2³⁰, end, 2³⁰ - length + row, column) point at a row of the sequence that ends before token ``end``
 and has ``length`` rows, and everything from ``length`` on lies outside: it is read as 0 and never

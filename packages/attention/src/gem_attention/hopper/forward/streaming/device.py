@@ -17,8 +17,6 @@ from gem_attention.hopper.forward.device import (
     has,
     item_of,
     load_rows,
-    name,
-    names,
     store_rows,
     turns_of,
 )
@@ -29,6 +27,7 @@ from gem_attention.hopper.forward.weights.device import (
     next_weights,
     scaled_sum,
 )
+from gem_attention.portable.activations.device import name, names
 
 
 @gluon.jit
