@@ -44,6 +44,9 @@ TRITON = "triton==3.8.0"
 # A CUDA or ROCm build of torch brings its own triton.
 ASK_TORCH = "import torch; print('has' if torch.version.cuda or torch.version.hip else 'lacks')"
 STAMP = "gem-installed.json"
+# torchrec resolves to a CUDA build of fbgemm for another torch; these name the one that loads.
+TORCHREC_CONSTRAINTS = ROOT / "constraints-torchrec.txt"
+TORCHREC_SHIM = ROOT / "tools" / "fbgemm-cpu-shim"
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,7 @@ def install(
     extras: Sequence[str] = (),
     tools: Sequence[str] = (),
     triton: bool = False,
+    torchrec: bool = False,
 ) -> None:
     """Install packages of ours with what they declare.
 
@@ -137,10 +141,13 @@ def install(
         extras: extras of the named packages (not of those below them).
         tools: further requirements, pinned by the constraints.
         triton: add triton where torch came without.
+        torchrec: add torchrec with the CPU build of fbgemm, where a named package has that extra.
     """
     projects = closure(names)
     wanted = [text for project in projects for text in project.third_party]
     wanted += [text for name in names for extra in extras for text in PROJECTS[name].extras[extra]]
+    if torchrec:
+        wanted += [text for name in names for text in PROJECTS[name].extras.get("torchrec", [])]
     install_third_party(session, [*wanted, *tools, "hatchling"], triton=triton)
     session.install(
         "--no-build-isolation", "--no-deps", "--force-reinstall", *map(relative, projects)
@@ -156,7 +163,14 @@ def install_third_party(
     stamp = environment(session) / STAMP
     pyprojects = sorted(ROOT.glob("packages/*/pyproject.toml"))
     parts = [sys.version, *wanted, TRITON * triton]
-    parts += [file.read_text(encoding="utf-8") for file in (CONSTRAINTS, *pyprojects)]
+    files = [CONSTRAINTS, *pyprojects]
+    constraints = ["--constraint", str(CONSTRAINTS)]
+    shim: list[str] = []
+    if any(Requirement(text).name == "torchrec" for text in wanted):
+        files += [TORCHREC_CONSTRAINTS, TORCHREC_SHIM / "pyproject.toml"]
+        constraints += ["--constraint", str(TORCHREC_CONSTRAINTS)]
+        shim = [str(TORCHREC_SHIM)]
+    parts += [file.read_text(encoding="utf-8") for file in files]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     if stamp.exists() and json.loads(stamp.read_text(encoding="utf-8"))["key"] == key:
         return
@@ -164,7 +178,7 @@ def install_third_party(
     shared = share_from_other_environments(session, [*wanted, *[TRITON] * triton])
     session.log(f"installing {len(wanted)} requirements; {len(shared)} packages came from others")
     silent = not shows_progress(session, wanted)
-    session.install("--constraint", str(CONSTRAINTS), *wanted, silent=silent)
+    session.install(*constraints, *wanted, *shim, silent=silent)
     if triton and str(session.run("python", "-c", ASK_TORCH, silent=True)).strip() == "lacks":
         session.install(TRITON)
     stamp.write_text(json.dumps({"key": key}), encoding="utf-8")
@@ -300,7 +314,9 @@ def test(session: nox.Session, package: str) -> None:
         install(session, PACKAGES, extras=["test"], triton=True)
         folder = "tests"
     else:
-        install(session, [package], extras=["test"], triton=True)
+        # fbgemm has builds for Linux alone; elsewhere the tests that need it are left out.
+        sharded = sys.platform == "linux"
+        install(session, [package], extras=["test"], triton=True, torchrec=sharded)
         folder = f"packages/{package}/tests"
     pytest(session, folder, "not gpu and not gpu2")
 
@@ -323,9 +339,13 @@ def sanitize(session: nox.Session, package: str) -> None:
         session.skip(f"packages/{package} has no tests marked memcheck")
     install(session, [package], extras=["test"], triton=True)
     gpus_of(session)
-    for tool in ("memcheck", "racecheck"):
+    report = Path(session.create_tmp()) / "racecheck.txt"
+    for options in (
+        ("memcheck", "--error-exitcode", "1"),
+        ("racecheck", "--log-file", str(report)),
+    ):
         session.run(
-            *("compute-sanitizer", "--tool", tool, "--error-exitcode", "1"),
+            *("compute-sanitizer", "--target-processes", "application-only", "--tool", *options),
             # It is slow and may be cut short: -v says of each test that it has ended.
             *("python", "-m", "pytest", "-v", "-p", "gem_opkit.testing", "-m", "memcheck and gpu"),
             *(*session.posargs, f"packages/{package}/tests"),
@@ -337,6 +357,8 @@ def sanitize(session: nox.Session, package: str) -> None:
             },
             external=True,
         )
+    # racecheck also reports the code by which a compiler sends warps to their branches.
+    session.run("python", "-m", "gem_opkit.sanitizer", str(report))
 
 
 def gpus_of(session: nox.Session) -> int:

@@ -569,7 +569,12 @@ def test_the_log_says_once_which_kernel_ran(caplog, monkeypatch):
     with caplog.at_level("INFO"):
         for _ in range(2):
             op._kernels(
-                q, k, v, batch=2, window=(None, None), deterministic=False, activations="gelu"
+                *(q, k, v),
+                batch=2,
+                window=(None, None),
+                deterministic=False,
+                activations="gelu",
+                backward=False,
             )
     assert [r.message for r in caplog.records] == [
         "generalized_attention: kernel runs on cpu for torch.float32, K=4, V=4"

@@ -17,6 +17,8 @@ from gem_opkit.testing import check_run_budget, fresh, poisoned_empty, run_with_
 # No length is a multiple of a tile; empty on either side and on both; one token.
 LENGTHS = ((150, 0, 33, 1, 0), (70, 3, 129, 1, 0))
 FEW_QUERIES = ((31, 1, 0, 5), (70, 3, 129, 0))
+# Hopper's forward has three consumers from a mean of 768 on.
+LONG = ((1501, 37), (901, 641))
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -43,6 +45,7 @@ CASES = [
     Small(FLASH, 16, FP32),
     Small(FLASH, 64, lengths=FEW_QUERIES),
     Small(GENERAL, 128, options={"activation": "gelu"}),
+    Small(GENERAL, 128, lengths=LONG, kv_heads=1, options={"activation": ("silu", "relu")}),
     Small(GENERAL, 64, kv_heads=1, options={"activation": "silu", "window": (40, 9)}),
     Small(GENERAL, 24, options={"activation": ("relu", "fast_gelu")}),
     Small(GENERAL, 16, FP32, options={"activation": "silu"}),

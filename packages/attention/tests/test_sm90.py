@@ -17,19 +17,25 @@ from gem_opkit.checks import run_fresh
 sys.path.insert(0, str(Path(__file__).parent))
 
 from support_matrix import FULL, HOPPER_PATTERNS, HOPPER_WIDTHS
+from unwritten_addresses import unwritten_addresses
 
 # Gluon has no interpreter, so without a GPU the kernels can only be compiled. Triton hides what
 # the assembler says of serialised matrix instructions, so it is asked again.
 COMPILE = """
-import json, pathlib, re, subprocess, tempfile
+import json, pathlib, re, subprocess, sys, tempfile
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 from gem_attention.hopper.backward.fused.kernel_sm90 import backward_kernel
+from gem_attention.hopper.forward.kernel_sm90 import _REGISTERS as REGISTERS
 from gem_attention.hopper.forward.streaming.kernel_sm90 import forward_kernel
 
-PTXAS = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+sys.path.insert(0, {tests!r})
+
+from unwritten_addresses import unwritten_addresses
+
+TOOLS = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin"
 
 def described(dtype, block, swizzle=128):
     bits = 32 if dtype == "fp32" else 16
@@ -46,11 +52,13 @@ def unaligned(ptx):
     return sorted(int(offset) for register, offset in added
                   if register in places and int(offset) % 128)
 
-def compiled(kind, dtype, width, keys, stages, left, right, group, activations="softmax"):
-    rows = 64
+def compiled(kind, dtype, width, keys, stages, left, right, group, activation="softmax"):
+    # The backward has 128 queries a tile at width 64.
+    rows = 128 if kind == "backward" and width == 64 else 64
     constants = dict(
         GROUP=group, ROWS=rows, KEYS=keys, WIDTH=width, STAGES=stages, LEFT=left, RIGHT=right,
-        DTYPE=gl.bfloat16 if dtype == "bf16" else gl.float16, ACTIVATIONS=activations,
+        DTYPE=gl.bfloat16 if dtype == "bf16" else gl.float16, ACTIVATION=activation,
+        ACTIVATIONS=activation,
     )
     tile = described(dtype, (1, 1, rows, width))
     block = described(dtype, (1, 1, keys, width))
@@ -58,19 +66,24 @@ def compiled(kind, dtype, width, keys, stages, left, right, group, activations="
     line = described("fp32", (1, rows), 0)
     types = dict(
         q_desc=tile, o_desc=tile, g_desc=tile, k_desc=block, v_desc=block, lse_desc=line,
-        delta_desc=line, dq_desc=described("fp32", (rows * width // 64, 32)), dk_desc=half,
-        dv_desc=half, lse="*fp32",
-        tiles="*i32", count="*i32", q_offsets="*i32", k_offsets="*i32", batch="i32",
-        q_tokens="i32", k_tokens="i32", left="i32", right="i32", scale="fp32",
+        delta_desc=line, dq_desc=described("fp32", (128, 32)), dk_desc=half, dv_desc=half,
+        piece_desc=described("fp32", (128, 32)), rows_desc=described(dtype, (1, 1, 64, 64)),
+        lse="*fp32", sums="*fp32", grad_q="*" + dtype,
+        tiles="*i32", count="*i32", bounds="*i32", q_offsets="*i32", k_offsets="*i32",
+        scale="fp32",
     )
-    if kind == "forward":
-        kernel, constants = forward_kernel, constants | dict(HEADS=4, ACTIVATIONS=activations)
-    else:
-        kernel, constants = backward_kernel, constants | dict(KV_HEADS=4)
     registers = 168
+    if kind.startswith("forward"):
+        consumers = int(kind[-1])
+        slots = 2 if consumers == 2 or width == 64 else 1
+        registers = REGISTERS[consumers]
+        constants |= dict(HEADS=4, CONSUMERS=consumers, SLOTS=slots)
+        kernel = forward_kernel
+    else:
+        kernel, constants = backward_kernel, constants | dict(KV_HEADS=1, ALL_HEADS=4)
     names = kernel.arg_names
     constants = {{n: value for n, value in constants.items() if n in names}}
-    signature = {{n: "constexpr" if n in constants else types[n] for n in names}}
+    signature = {{n: "constexpr" if n in constants else types.get(n, "i32") for n in names}}
     aligned = {{(i,): [["tt.divisibility", 16]] for i, n in enumerate(names)
                if signature[n].startswith("*")}}
     values = {{(i,): constants[n] for i, n in enumerate(names) if n in constants}}
@@ -82,25 +95,32 @@ def compiled(kind, dtype, width, keys, stages, left, right, group, activations="
         source = pathlib.Path(folder) / "kernel.ptx"
         source.write_text(ptx)
         said = subprocess.run(
-            [PTXAS, "-v", "--gpu-name=sm_90a", source, "-o", folder + "/kernel.cubin"],
+            [TOOLS / "ptxas", "-v", "--gpu-name=sm_90a", source, "-o", folder + "/kernel.cubin"],
             capture_output=True, text=True, check=True,
         ).stderr
+        sass = subprocess.run(
+            [TOOLS / "nvdisasm", "-c", folder + "/kernel.cubin"],
+            capture_output=True, text=True, check=True,
+        ).stdout
     stack, = re.findall(r"(\\d+) bytes stack frame", said)
     return dict(
         serialised=sorted(set(re.findall(r"C75\\d\\d", said))), stack=int(stack),
         wgmma="wgmma.mma_async" in ptx, tma="cp.async.bulk.tensor" in ptx,
         adds="cp.reduce.async.bulk.tensor" in ptx, unaligned=unaligned(ptx),
+        unwritten=unwritten_addresses(sass), products="HGMMA" in sass,
     )
 
 print(json.dumps([compiled(*variant) for variant in json.loads({request!r})]))
 """
-# kind, dtype, width, keys, stages, left, right, group, activations where not softmax
+# Kind and number of consumers, dtype, width, keys, stages, left, right, group, activation where not
+# softmax.
 VARIANTS: list[list[Any]] = [
-    ["forward", "bf16", 128, 128, 2, False, False, 1],
-    ["forward", "bf16", 128, 64, 4, True, True, 2],
-    ["forward", "fp16", 64, 128, 4, False, True, 1],
-    ["forward", "bf16", 128, 128, 2, False, False, 1, "silu"],
-    ["forward", "bf16", 128, 64, 4, True, False, 2, "gelu,gelu,relu,relu"],
+    ["forward2", "bf16", 128, 128, 2, False, False, 1],
+    ["forward3", "fp16", 64, 64, 4, False, False, 1],
+    ["forward2", "bf16", 128, 64, 4, True, True, 2],
+    ["forward2", "fp16", 64, 128, 4, False, True, 1],
+    ["forward3", "bf16", 128, 64, 4, False, False, 1, "silu"],
+    ["forward2", "bf16", 128, 64, 4, True, False, 2, "gelu"],
     ["backward", "bf16", 128, 128, 2, False, False, 1],
     ["backward", "bf16", 128, 128, 2, True, True, 2],
     ["backward", "fp16", 64, 128, 2, False, False, 1],
@@ -109,15 +129,19 @@ VARIANTS: list[list[Any]] = [
 
 
 def test_every_variant_compiles_for_hopper_without_waiting_products():
-    reports = json.loads(run_fresh(COMPILE.format(request=json.dumps(VARIANTS)), timeout_s=300))
+    tests = str(Path(__file__).parent)
+    code = COMPILE.format(request=json.dumps(VARIANTS), tests=tests)
+    reports = json.loads(run_fresh(code, timeout_s=300))
     for variant, report in zip(VARIANTS, reports, strict=True):
         assert report["serialised"] == [], variant
         assert report["wgmma"], variant
         assert report["unaligned"] == [], variant
+        assert report["products"], variant
+        assert report["unwritten"] == [], variant
         assert report["tma"], variant
         assert report["adds"] == (variant[0] == "backward"), variant
         # Accumulators in memory would need 256 bytes and more; the backward parks a few addresses.
-        assert report["stack"] <= (0 if variant[0] == "forward" else 208), variant
+        assert report["stack"] <= (208 if variant[0] == "backward" else 0), variant
 
 
 def test_takes_nothing_without_a_hopper_gpu():
@@ -130,12 +154,70 @@ print(supports(x, x, x, window=(None, None), deterministic=False))
     assert run_fresh(code).strip() == "False"
 
 
+# Two arms with the same operand: written in the first, read in both.
+ARMS = """
+        /*0000*/                   ULDC UR4, c[0x0][0x210] ;
+        /*0010*/              @P0 BRA `(.L_x_1) ;
+        /*0020*/                   UIADD3 UR4, UR8, 0x2, URZ ;
+        /*0030*/                   UMOV.64 UR6, UR10 ;
+        /*0040*/                   UMOV UR5, UR9 ;
+        /*0050*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24 ;
+.L_x_1:
+        /*0060*/                   UMOV.64 UR6, UR10 ;
+        /*0070*/                   UMOV UR5, UR9 ;
+        /*0080*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24 ;
+        /*0090*/                   HGMMA.64x128x16.F32.BF16 R24, R56, gdesc[UR4].tnspB, R24 ;
+        /*00a0*/                   EXIT ;
+"""
+
+
+def test_addresses_that_one_arm_leaves_unwritten_are_found():
+    found = unwritten_addresses(ARMS)
+    assert [text.split()[0] for text in found] == ["0080"]
+    assert found[0].endswith("UR4")
+    assert unwritten_addresses(ARMS.replace("@P0 BRA `(.L_x_1)", "NOP")) == []
+
+
+def test_three_consumers_where_sequences_are_long():
+    code = """
+from gem_attention.hopper.forward.kernel_sm90 import choose_tiling
+full = (None, None)
+for width, window, queries, keys, softmax in (
+    (128, full, 1024, 1024, False), (128, full, 1024, 1024, True), (64, full, 1024, 1024, True),
+    (128, full, 1024, 256, False), (64, full, 256, 1024, True), (64, (128, 128), 4096, 4096, True),
+):
+    print(choose_tiling(width, window, queries, keys, softmax=softmax).consumers)
+"""
+    assert run_fresh(code).split() == ["3", "2", "3", "2", "2", "2"]
+
+
 # In a process of its own, as every test that imports Gluon on a CPU.
-def test_heads_with_different_activations_are_left_to_the_plain_kernels():
+def test_heads_with_different_activations_are_launches_of_their_own():
+    code = """
+from gem_attention.hopper.launching import runs
+for call in (
+    ("softmax", 6, 2), ("gelu,gelu,gelu", 3, 3), ("relu,silu,silu,relu", 4, 4),
+    ("gelu,gelu,gelu,gelu,relu,relu", 6, 3), ("relu,relu,relu,silu,silu,silu", 6, 3),
+):
+    print(*(
+        f"{r.activation}:{r.heads.start}-{r.heads.stop}:{r.kv_heads.start}-{r.kv_heads.stop}"
+        for r in runs(*call)
+    ))
+"""
+    assert run_fresh(code).splitlines() == [
+        "softmax:0-6:0-2",
+        "gelu:0-3:0-3",
+        "relu:0-1:0-1 silu:1-3:1-3 relu:3-4:3-4",
+        "gelu:0-4:0-2 relu:4-6:2-3",
+        # The heads of the second key head are cut, and no head goes with those of another.
+        "relu:0-2:0-1 relu:2-3:1-2 silu:3-4:1-2 silu:4-6:2-3",
+    ]
+
+
+def test_a_backward_with_different_activations_is_left_to_the_plain_kernels():
     code = """
 from unittest.mock import patch
 import torch
-from gem_attention.hopper import launching
 from gem_attention.kernels.generalized_attention import kernel, op
 
 class OnHopper(torch.Tensor):
@@ -143,14 +225,15 @@ class OnHopper(torch.Tensor):
 
 x = torch.zeros(64, 4, 128, dtype=torch.bfloat16).as_subclass(OnHopper)
 with patch.object(torch.cuda, "get_device_capability", lambda _: (9, 0)):
-    for names in ("softmax", "silu", "gelu,gelu,gelu,gelu", "relu,silu,gelu,silu"):
-        taken = launching.takes(x, x, x, batch=1, activations=names)
-        chosen = op._kernels(
-            x, x, x, batch=1, window=(9, 0), deterministic=False, activations=names
-        )
-        print(taken, chosen is kernel)
+    for names in ("silu", "gelu,gelu,gelu,gelu", "relu,silu,gelu,silu"):
+        for backward in (False, True):
+            chosen = op._kernels(
+                x, x, x, batch=1, window=(9, 0), deterministic=False, activations=names,
+                backward=backward,
+            )
+            print(chosen is kernel)
 """
-    assert run_fresh(code).split() == ["True", "False"] * 3 + ["False", "True"]
+    assert run_fresh(code).split() == ["False"] * 5 + ["True"]
 
 
 LENGTHS: dict[str, tuple[list[int], list[int]]] = {
@@ -158,6 +241,8 @@ LENGTHS: dict[str, tuple[list[int], list[int]]] = {
     "empty_sides": ([0, 37, 0, 200, 0], [5, 0, 0, 129, 7]),
     "more_keys": ([100, 257, 64, 9], [333, 300, 500, 64]),
     "fewer_keys": ([333, 300, 500, 64], [100, 257, 64, 9]),
+    # Long enough in the mean for three consumers.
+    "long": ([1000, 0, 1500, 1, 1400], [900, 700, 1300, 0, 1100]),
 }
 
 
@@ -245,10 +330,11 @@ def test_right_for_every_pattern(lengths, case):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", HOPPER_WIDTHS, ids=lambda case: case.id)
-def test_right_for_widths_and_dtypes(case):
+@pytest.mark.parametrize("lengths", ["self", "long"])
+def test_right_for_widths_and_dtypes(lengths, case):
     for name in case.dtypes:
-        operands = packed(LENGTHS["self"], width=case.width, group=1, dtype=getattr(torch, name))
-        check_right(operands, LENGTHS["self"], case.window)
+        operands = packed(LENGTHS[lengths], width=case.width, group=1, dtype=getattr(torch, name))
+        check_right(operands, LENGTHS[lengths], case.window)
 
 
 @pytest.mark.gpu
@@ -263,8 +349,8 @@ def test_reads_slices_of_a_fused_tensor_in_place():
 EQUALLY_MANY_KEYS = ([300, 64, 129], [255, 255, 255])
 
 
-def activated(operands, lengths, window, scale, dtype, name):
-    """Compute out of generalized attention, a sequence at a time."""
+def activated(operands, lengths, window, scale, dtype, names):
+    """Compute out of generalized attention, a sequence at a time; ``names`` is one a head."""
     q, k, v = (x.to(dtype) for x in operands[:3])
     group = q.shape[1] // k.shape[1]
     out = torch.zeros_like(q)
@@ -273,31 +359,33 @@ def activated(operands, lengths, window, scale, dtype, name):
         rows, keys = slice(q_begin, q_begin + q_length), slice(k_begin, k_begin + k_length)
         q_begin, k_begin = rows.stop, keys.stop
         k_i, v_i = (x[keys].transpose(0, 1).repeat_interleave(group, 0) for x in (k, v))
-        weight = activate(name, q[rows].transpose(0, 1) @ k_i.transpose(1, 2) * scale)
+        score = q[rows].transpose(0, 1) @ k_i.transpose(1, 2) * scale
+        weight = torch.stack([activate(n, s) for n, s in zip(names, score, strict=True)])
         weight = weight * window_mask(q_length, k_length, *window).cuda()
         out[rows] = (weight @ v_i).transpose(0, 1)
     return out
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ACTIVATION_NAMES)
-def test_activations_are_right(name):
+@pytest.mark.parametrize("names", [*ACTIVATION_NAMES, "relu,silu,gelu,silu", "relu,relu,silu,gelu"])
+def test_activations_are_right(names):
     from gem_attention.hopper.forward.kernel_sm90 import launch_forward
 
+    each = names.split(",") * (4 if "," not in names else 1)
     for lengths in (*LENGTHS.values(), EQUALLY_MANY_KEYS):
         operands = packed(lengths)
         q, k, v, _, _, q_offsets, k_offsets = operands
         scale = -0.07 if lengths is EQUALLY_MANY_KEYS else 0.07
         for window in (FULL, (100, 20)):
             options = {"window": window, "scale": scale}
-            out, lse = launch_forward(q, k, v, q_offsets, k_offsets, **options, activations=name)
-            again, _ = launch_forward(q, k, v, q_offsets, k_offsets, **options, activations=name)
+            out, lse = launch_forward(q, k, v, q_offsets, k_offsets, **options, activations=names)
+            again, _ = launch_forward(q, k, v, q_offsets, k_offsets, **options, activations=names)
             low, exact = (
-                activated(operands, lengths, window, scale, dtype, name)
+                activated(operands, lengths, window, scale, dtype, each)
                 for dtype in (torch.bfloat16, torch.float64)
             )
             tokens = sum(lengths[0])
-            what = f"{name} with {window}"
+            what = f"{names} with {window}"
             check_budget(out[:tokens], low[:tokens], exact[:tokens], what=what)
             assert torch.equal(out, again), what
             assert not out[tokens:].any(), what

@@ -25,7 +25,7 @@ from gem_parallel.launch import World
 from gem_parallel.testing import run_ranks
 
 ROWS = 12
-KINDS = ["rowwise_adagrad", "adam"]
+KINDS = ["rowwise_adagrad", "adagrad", "sgd", "adam"]
 
 
 def batches(steps, *, rows=ROWS, seed=0):
@@ -73,6 +73,24 @@ def adagrad_oracle(weight, steps, *, lr=0.1, eps=1e-6):
     return weight
 
 
+def elementwise_oracle(weight, steps, *, lr=0.1, eps=1e-6):
+    """The formula of the docstring, row by row, in fp64."""
+    weight = weight.double().clone()
+    state = torch.zeros_like(weight)
+    for seen, grad in dense_gradients(steps):
+        for row in seen:
+            state[row] += grad[row] ** 2
+            weight[row] -= lr * grad[row] / (state[row].sqrt() + eps)
+    return weight
+
+
+def sgd_oracle(weight, steps, *, lr=0.1):
+    weight = weight.double().clone()
+    for _, grad in dense_gradients(steps):
+        weight -= lr * grad
+    return weight
+
+
 def adam_oracle(weight, steps, *, lr=0.1, betas=(0.8, 0.95), eps=1e-6):
     """The formula of the docstring, row by row, in fp64."""
     weight = weight.double().clone()
@@ -86,7 +104,12 @@ def adam_oracle(weight, steps, *, lr=0.1, betas=(0.8, 0.95), eps=1e-6):
     return weight
 
 
-ORACLES = {"rowwise_adagrad": adagrad_oracle, "adam": adam_oracle}
+ORACLES = {
+    "rowwise_adagrad": adagrad_oracle,
+    "adagrad": elementwise_oracle,
+    "sgd": sgd_oracle,
+    "adam": adam_oracle,
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -108,6 +131,18 @@ def test_one_step_of_adagrad_by_hand():
     optimizer.step()
     # mean(9, 16) = 12.5
     moved = torch.tensor([3.0, 4.0]) - 0.5 * torch.tensor([3.0, 4.0]) / 12.5**0.5
+    torch.testing.assert_close(weight.detach(), torch.stack([torch.tensor([1.0, 2.0]), moved]))
+    assert optimizer.state[weight]["sum"].tolist() == [0.0, 12.5]
+
+
+def test_a_moment_scale_divides_the_accumulator():
+    weight = nn.Parameter(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    spec = OptimizerSpec(kind="rowwise_adagrad", lr=0.5, eps=1e-12, moment_scale=2.0)
+    optimizer = table_optimizer([weight], spec)
+    weight.grad = torch.sparse_coo_tensor([[1]], [[3.0, 4.0]], (2, 2))
+    optimizer.step()
+    # The accumulator is 12.5 as without a scale; the step is sqrt(2) times as long.
+    moved = torch.tensor([3.0, 4.0]) - 0.5 * torch.tensor([3.0, 4.0]) / 6.25**0.5
     torch.testing.assert_close(weight.detach(), torch.stack([torch.tensor([1.0, 2.0]), moved]))
     assert optimizer.state[weight]["sum"].tolist() == [0.0, 12.5]
 

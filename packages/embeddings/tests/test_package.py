@@ -8,10 +8,8 @@ from gem_embeddings.contract import LookupSpec, OptimizerSpec, TableSpec
 from gem_embeddings.costs import lookup_backward_cost, lookup_cost, optimizer_cost
 from gem_embeddings.plan import plan_tables
 from gem_opkit.cost import Cost
-from gem_opkit.errors import UnsupportedError
 from gem_opkit.testing import (
     check_contract_json,
-    check_refuses,
     check_torch_free,
     run_fresh,
     run_without_triton,
@@ -27,7 +25,12 @@ def test_contract_is_the_committed_one():
 
 
 def test_contract_and_plan_need_no_torch():
-    check_torch_free("gem_embeddings.contract", "gem_embeddings.costs", "gem_embeddings.plan")
+    check_torch_free(
+        "gem_embeddings.contract",
+        "gem_embeddings.costs",
+        "gem_embeddings.plan",
+        "gem_embeddings.planning.__main__",
+    )
 
 
 def test_training_needs_no_triton():
@@ -74,19 +77,23 @@ def test_a_wrong_lookup_or_optimizer_is_refused_by_field():
     with pytest.raises(ValidationError, match="feature_name"):
         LookupSpec(feature_name="", table_name="item")
     with pytest.raises(ValidationError, match="kind"):
-        OptimizerSpec(kind="sgd")
+        OptimizerSpec(kind="lamb")
     with pytest.raises(ValidationError, match="lr"):
         OptimizerSpec(lr=0)
+    with pytest.raises(ValidationError, match="moment_scale must be 1 unless"):
+        OptimizerSpec(kind="adam", moment_scale=2.0)
     with pytest.raises(ValidationError, match="beta2"):
         OptimizerSpec(beta2=1.0)
 
 
-@pytest.mark.parametrize(("kind", "state"), [("rowwise_adagrad", 400), ("adam", 6400)])
+@pytest.mark.parametrize(
+    ("kind", "state"), [("rowwise_adagrad", 400), ("adagrad", 3200), ("sgd", 0), ("adam", 6400)]
+)
 def test_plan_counts_weights_and_state(kind, state):
     plan = plan_tables([spec(), spec(name="user")], ranks=4, optimizer=OptimizerSpec(kind=kind))
     assert plan.ranks == 4
     assert [p.table_name for p in plan.placements] == ["item", "user"]
-    assert [p.placement for p in plan.placements] == ["replicated"] * 2
+    assert [p.sharding for p in plan.placements] == ["replicated"] * 2
     assert plan.rank_bytes == 2 * (3200 + state)
     assert plan_tables([]).rank_bytes == 0
 
@@ -123,6 +130,11 @@ def test_costs_of_a_small_case_by_hand():
     assert adagrad == Cost(flops=4 * 8 + 4 * 2, bytes=2 * 8 + (3 * 8 + 2 * 2) * 4)
     adam = optimizer_cost(OptimizerSpec(kind="adam"), rows=2, embedding_dim=4)
     assert adam == Cost(flops=12 * 8, bytes=2 * 8 + 7 * 8 * 4)
+    # 16-bit rows: gradients stay fp32, weights are read and written in 2 bytes.
+    adagrad = optimizer_cost(OptimizerSpec(kind="adagrad"), rows=2, embedding_dim=4, row_bytes=2)
+    assert adagrad == Cost(flops=5 * 8, bytes=2 * 8 + 8 * (4 + 2 * 2) + 2 * 8 * 4)
+    sgd = optimizer_cost(OptimizerSpec(kind="sgd"), rows=2, embedding_dim=4)
+    assert sgd == Cost(flops=2 * 8, bytes=2 * 8 + 3 * 8 * 4)
 
 
 def test_a_first_backward_pass_warns_of_nothing():
@@ -140,15 +152,3 @@ def test_a_first_backward_pass_warns_of_nothing():
         "print('silent')\n"
     )
     assert printed == "silent\n"
-
-
-def test_refuses():
-    check_refuses(
-        [
-            (
-                lambda: plan_tables([spec()], placement="row_wise"),
-                UnsupportedError,
-                "placement must be \"replicated\", the only one that is built; got 'row_wise'",
-            )
-        ]
-    )

@@ -23,6 +23,7 @@ from gem.doctor.formats import FORMATS, cpu_formats, cuda_formats, format_findin
 from gem.doctor.kernels import operator_findings
 from gem.doctor.packages import PARTS, Package
 from gem.doctor.page import page
+from gem_embeddings.torchrec_engine.versions import fit_of
 
 
 @pytest.fixture(scope="module")
@@ -252,18 +253,23 @@ def test_it_answers_although_everything_is_broken(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("fbgemm", "source", "state", "why"),
+    ("versions", "source", "state", "why"),
     [
-        ("{fits}.0", "", "loads", ""),
-        ("0.1.0", "", "version mismatch", "fbgemm-gpu is 0.1.0, and torch "),
-        ("{fits}.0", "import os; os.abort()", "does not load", "the process that loads it ends"),
-        ("{fits}.0", "raise OSError('undefined symbol')", "does not load", "OSError: undefined"),
+        ("{fits}.0 1.6.1", "", "loads", ""),
+        ("0.1.0 1.6.1", "", "version mismatch", "fbgemm-gpu is 0.1.0, and torch "),
+        ("{fits}.0 1.5.0", "", "version mismatch", "torchrec is 1.5.0, and torch "),
+        ("{fits}.0 1.6.1", "import os; os.abort()", "does not load", "the process that loads it"),
+        ("{fits}.0 1.6.1", "raise OSError('no symbol')", "does not load", "OSError: no symbol"),
     ],
 )
-def test_torchrec_and_fbgemm_are_judged_together(tmp_path, monkeypatch, fbgemm, source, state, why):
-    fits = parts._FBGEMM_OF_TORCH[".".join(torch.__version__.split(".")[:2])]
-    make_module(tmp_path, "torchrec", "", "1.6.1")
-    make_module(tmp_path, "fbgemm_gpu", source, fbgemm.format(fits=fits))
+def test_torchrec_and_fbgemm_are_judged_together(
+    tmp_path, monkeypatch, versions, source, state, why
+):
+    fit = fit_of(torch.__version__)
+    assert fit is not None
+    fbgemm, torchrec = versions.format(fits=fit.fbgemm).split()
+    make_module(tmp_path, "torchrec", "", torchrec)
+    make_module(tmp_path, "fbgemm_gpu", source, fbgemm)
     monkeypatch.syspath_prepend(tmp_path)
     packages = {name: parts.find_package(name) for name in ("torch", "torchrec", "fbgemm_gpu")}
     found = parts.find_torchrec(packages)
@@ -274,6 +280,11 @@ def test_torchrec_and_fbgemm_are_judged_together(tmp_path, monkeypatch, fbgemm, 
     assert all(
         line.endswith("install torchrec as the README of gem-embeddings says") for line in said
     )
+
+
+def test_versions_are_not_judged_where_the_tables_are_broken(monkeypatch):
+    monkeypatch.setattr(parts, "loaded", lambda _: (None, "ImportError: broken"))
+    assert parts._misfit("2.13.0+cpu", "0.1.0", "0.1.0") == ""
 
 
 def test_an_old_torch_and_a_small_machine_are_problems(found):

@@ -46,6 +46,7 @@ def work_of(given_case: tuple[PackedCase, int], device: str) -> Work:
         jagged_dense_bmm_backward_cost(**size),
         loop,
         {"padded_bmm": padded},
+        {"padded_bmm": padded},
         moves=False,
         sizes={"out_width": out_width},
     )

@@ -64,7 +64,7 @@ def work_of(given_case: tuple[PackedCase, Sequence[int]], device: str) -> Work:
             "gather_given_rows": partial(gathered, rows_S),
             "compiled_given_rows": partial(COMPILED, rows_S),
         },
-        moves=False,
+        moves=not values.requires_grad,  # ids have no gradient that copies would be added up to
         sizes={"selected_tokens": selected.total_tokens},
     )
 

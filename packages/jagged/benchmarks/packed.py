@@ -99,7 +99,8 @@ def rows_of(work: Work) -> list[BenchCase]:
 
     On a GPU all are replayed from CUDA graphs, because a narrow batch moves in less time than it
     takes to launch a call, and torch's index operations take the place of the loop, which over
-    some thousand sequences would time Python.
+    some thousand sequences would time Python. Beside them stands a copy of as many bytes: what is
+    small is slowed down by its start and end, and so is its copy.
     """
     values = next(x for x in work.inputs if isinstance(x, Tensor))
     is_graph = values.is_cuda
@@ -120,6 +121,9 @@ def rows_of(work: Work) -> list[BenchCase]:
             else make(call, work.inputs)
             for who, call in everyone.items()
         }
+        if is_graph:
+            copy = partial(_copy_of, cost.bytes, values.device)
+            timed["copy_of_as_many_bytes"] = ReplayedCall(copy)
         run = timed.pop("")
         if work.moves:
             check = equals(run, lambda: oracle(*work.inputs))
@@ -168,6 +172,13 @@ def rows_from(fn: Call, rows: int, *args: Any, **options: Any) -> Tensor:
 def gathered(rows_S: Tensor, values: Tensor, *_: Any) -> Tensor:
     """Move rows as torch does for who has their numbers."""
     return values.index_select(0, rows_S)
+
+
+def _copy_of(moved_bytes: float, device: torch.device) -> Call:
+    """Return a copy that reads half of so many bytes and writes the other half."""
+    source = torch.empty(max(1, int(moved_bytes) // 16), dtype=torch.int64, device=device).random_()
+    # In a graph torch's copy_ is a node of the driver, which is slower than any kernel that copies.
+    return partial(torch.bitwise_not, source, out=torch.empty_like(source))
 
 
 def _forward_of(fn: Call, inputs: Sequence[Any]) -> Call:

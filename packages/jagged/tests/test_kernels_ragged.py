@@ -208,6 +208,67 @@ def test_gradients_behind_the_last_offset_are_zero():
         assert grad[5:].eq(0).all()
 
 
+def test_tiles_within_one_sequence():
+    """Rows of one word, of which a tile is long: also where some or all have no source."""
+    ops = torch.ops.gem_jagged
+    long = (3, 0, 1300, 700, 1, 2600, 5)
+    layout, other = (Layout.from_lengths(lengths) for lengths in (long, (0, 2000, 5, *long[3:])))
+    values = torch.arange(1, layout.total_tokens + 1)[:, None]
+    kept = torch.minimum(layout.lengths, torch.tensor(1200)).cumsum(0)
+    kept = torch.cat([kept.new_zeros(1), kept])
+    chosen, chosen_offsets = torch.tensor([5, 2, 9]), torch.tensor([0, 2600, 3900, 5900])
+    padded = torch.arange(1, 7 * 900 + 1).view(7, 900, 1)
+    behind = 2100  # rows behind the last offset: whole tiles of them
+
+    def with_tail(rows):
+        return torch.cat([rows, rows.new_full((behind, 1), -1)])
+
+    for align in ("left", "right"):
+        rows = layout.total_tokens + behind
+        # Sequences are longer than the padded length: 0 where a row has no source.
+        found = ops.padded_to_jagged(padded, layout.offsets_O, rows, align, "triton")
+        for b, (begin, length) in enumerate(zip(layout.offsets_O[:-1], long, strict=True)):
+            own = found[begin : begin + length, 0]
+            have = min(length, 900)
+            row = padded[b, :, 0]
+            if align == "left":
+                assert torch.equal(own[:have], row[:have])
+                assert own[have:].eq(0).all()
+            else:
+                assert torch.equal(own[length - have :], row[900 - have :])
+                assert own[: length - have].eq(0).all()
+        assert found[layout.total_tokens :].eq(0).all()
+    cases = (
+        lambda x, impl: ops.jagged_take_last(x, layout.offsets_O, kept, int(kept[-1]), impl),
+        lambda x, impl: ops.jagged_take_last_backward(
+            x[: int(kept[-1])], layout.offsets_O, kept, layout.total_tokens, impl
+        ),
+        lambda x, impl: ops.jagged_index_select(
+            x, layout.offsets_O, chosen[:2], chosen_offsets[:3], 3900, impl
+        ),
+    )
+    enough = torch.arange(1, other.total_tokens + 1)[:, None]
+    expected = jagged_concat(values, layout, enough, other, impl="reference")[0]
+    joined = ops.jagged_concat(
+        with_tail(values), layout.offsets_O, with_tail(enough), other.offsets_O, "triton"
+    )
+    assert torch.equal(joined[: len(expected)], expected)
+    assert joined[len(expected) :].eq(0).all()
+    parts = ops.jagged_split(
+        joined, layout.offsets_O, other.offsets_O, layout.total_tokens + behind, "triton"
+    )
+    for part, right in zip(parts, (values, enough), strict=True):
+        assert torch.equal(part, with_tail(right).clamp(min=0))
+    for call in cases:
+        assert torch.equal(call(values, "triton"), call(values, "reference"))
+    # Two sequences, and 2000 rows for an index that names none.
+    found = ops.jagged_index_select(
+        values, layout.offsets_O, chosen, chosen_offsets, 5900, "triton"
+    )
+    assert torch.equal(found[:3900], cases[2](values, "reference"))
+    assert found[3900:].eq(0).all()
+
+
 def test_offsets_and_indices_may_be_strided():
     """Every second number of a longer tensor: kernels must not read the numbers between."""
     ops = torch.ops.gem_jagged

@@ -193,10 +193,12 @@ def test_refusals(tmp_path):
 def test_gpu_time_includes_the_work(tmp_path):
     side = 8192
     a = torch.randn(side, side, device="cuda", dtype=torch.bfloat16)
-    cost = Cost(2 * side**3, 3 * 2 * side**2)
-    # A harness that does not wait for the device would claim far more than the peak.
+    # Half of the FLOPs: this product is the ceiling, and a moment in which the device is busier
+    # while that is measured must not fail the test. A harness that does not wait for the device
+    # would claim far more than the peak all the same.
+    cost = Cost(side**3, 3 * 2 * side**2)
     (row,) = run_bench("toy", [case(run=lambda: a @ a, cost=cost)], device="cuda", out=tmp_path)
-    assert 0.3 < row["ceiling_frac"] <= 1
+    assert 0.15 < row["ceiling_frac"] < 0.75
 
 
 def test_changed_files_spoil_a_commit_and_rows_of_results_do_not(tmp_path, monkeypatch):

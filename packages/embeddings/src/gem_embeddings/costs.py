@@ -1,10 +1,27 @@
 """FLOPs and bytes of lookups and table optimizers, from plain ints; imports no torch.
 
-Tables are fp32. Ids are counted as the 8 bytes that they take; offsets and counts are left out.
+Rows are fp32 unless ``row_bytes`` says otherwise; optimizer rows always are. Ids are counted as the
+8 bytes that they take; offsets and counts are left out.
 """
 
 from gem_embeddings.contract import OptimizerSpec
+from gem_embeddings.kernels.table_lookup.cost import (
+    table_lookup_backward_cost,
+    table_lookup_cost,
+    table_lookup_id_weights_backward_cost,
+)
+from gem_embeddings.kernels.table_update.cost import RULE_FLOPS, table_update_cost
 from gem_opkit.cost import Cost
+
+__all__ = [
+    "lookup_backward_cost",
+    "lookup_cost",
+    "optimizer_cost",
+    "table_lookup_backward_cost",
+    "table_lookup_cost",
+    "table_lookup_id_weights_backward_cost",
+    "table_update_cost",
+]
 
 _VALUE_BYTES = 4
 _ID_BYTES = 8
@@ -48,22 +65,24 @@ def lookup_backward_cost(*, ids: int, vectors: int, rows: int, embedding_dim: in
     )
 
 
-def optimizer_cost(spec: OptimizerSpec, *, rows: int, embedding_dim: int) -> Cost:
+def optimizer_cost(
+    spec: OptimizerSpec, *, rows: int, embedding_dim: int, row_bytes: int = _VALUE_BYTES
+) -> Cost:
     """Return the cost of a step of a table optimizer.
 
     Args:
         spec: the optimizer.
         rows: different rows that the batch has seen.
         embedding_dim: elements of a row.
+        row_bytes: bytes of an element of a row, 4 or 2.
 
     Returns:
-        4 FLOPs an element and 4 a row for row-wise Adagrad, 12 an element for Adam; gradients
-        read, weights and state of the rows read and written.
+        4 FLOPs an element and 4 a row for row-wise Adagrad, 5 an element for Adagrad, 2 for SGD,
+        12 for Adam; fp32 gradients read, weights and state of the rows read and written.
     """
     elements = rows * embedding_dim
-    if spec.kind == "rowwise_adagrad":
-        return Cost(
-            flops=4 * elements + 4 * rows,
-            bytes=rows * _ID_BYTES + (3 * elements + 2 * rows) * _VALUE_BYTES,
-        )
-    return Cost(flops=12 * elements, bytes=rows * _ID_BYTES + 7 * elements * _VALUE_BYTES)
+    of_element, of_row = RULE_FLOPS[spec.kind]
+    flops = of_element * elements + of_row * rows
+    moved = elements * (_VALUE_BYTES + 2 * row_bytes)
+    state = spec.shard_state_bytes(rows, embedding_dim)
+    return Cost(flops=flops, bytes=rows * _ID_BYTES + moved + 2 * state)

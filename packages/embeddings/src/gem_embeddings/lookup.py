@@ -8,7 +8,7 @@ where the table is small enough, which is what makes many small tables cheap on 
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,14 +55,16 @@ class TableLookup(torch.autograd.Function):
         ctx: Any,
         weight_RE: Tensor,
         features: list[FeatureLookup],
+        seen: Callable[[int], None] | None,
         *id_weights: Tensor | None,
     ) -> tuple[Tensor, ...]:
         """Compute one output for each feature."""
         ctx.set_materialize_grads(False)
+        ctx.seen = seen
         ctx.poolings = [(feature.pooling, feature.single) for feature in features]
         ctx.shape = weight_RE.shape
         # The rows themselves are needed only to differentiate by the weights of ids.
-        needed = any(needs for needs in ctx.needs_input_grad[2:])
+        needed = any(needs for needs in ctx.needs_input_grad[3:])
         # The ids are saved as tensors, not as attributes, so that autograd finds out and refuses
         # where a loader has reused their memory before the backward pass.
         ctx.save_for_backward(
@@ -103,25 +105,31 @@ class TableLookup(torch.autograd.Function):
             if grad is None:
                 continue
             grad_IE = _spread(feature, grad)
-            if ctx.needs_input_grad[2 + index]:
+            if ctx.needs_input_grad[3 + index]:
                 looked_up_IE = _read(weight_RE, feature)
                 weight_grads[-1] = (looked_up_IE * grad_IE).sum(dim=1).to(id_weight.dtype)
             if id_weight is not None:
                 grad_IE = grad_IE * id_weight[:, None]
-            seen, kept = feature.rows_I, grad_IE
+            rows_I, kept = feature.rows_I, grad_IE
             if feature.outside_I is not None:
                 inside = ~feature.outside_I
-                seen, kept = seen[inside], kept[inside]
-            rows.append(seen)
+                rows_I, kept = rows_I[inside], kept[inside]
+            rows.append(rows_I)
             values.append(kept)
         grad_weight = None
         if ctx.needs_input_grad[0] and rows:
             grad_weight = sum_by_row(rows, values, ctx.shape)
-        return grad_weight, None, *weight_grads
+            if ctx.seen is not None:
+                ctx.seen(grad_weight._nnz())
+        return grad_weight, None, None, *weight_grads
 
 
 def look_up(
-    weight_RE: Tensor, features: list[FeatureLookup], id_weights: list[Tensor | None]
+    weight_RE: Tensor,
+    features: list[FeatureLookup],
+    id_weights: list[Tensor | None],
+    *,
+    seen: Callable[[int], None] | None = None,
 ) -> tuple[Tensor, ...]:
     """Look up every feature of one table.
 
@@ -129,12 +137,14 @@ def look_up(
         weight_RE: the table.
         features: ids of each feature.
         id_weights: weight of each id, (I,), or None, for each feature.
+        seen: told by the backward pass how many different rows the gradient has, which it has to
+            find anyway.
 
     Returns:
         for each feature pooled vectors (B, E), or without pooling one vector for each id (I, E).
         The gradient of the table is sparse, its rows ascend and differ.
     """
-    return TableLookup.apply(weight_RE, features, *id_weights)  # type: ignore[no-any-return]
+    return TableLookup.apply(weight_RE, features, seen, *id_weights)  # type: ignore[no-any-return]
 
 
 def _read(weight_RE: Tensor, feature: FeatureLookup) -> Tensor:

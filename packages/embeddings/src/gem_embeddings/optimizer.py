@@ -1,10 +1,11 @@
 """Optimizers of embedding tables: only rows that a batch has looked up move.
 
-Both read sparse gradients as ``gem_embeddings.tables`` makes them; any other sparse gradient is
+All read sparse gradients as ``gem_embeddings.tables`` makes them; any other sparse gradient is
 coalesced first, and in a dense one the rows that are not all zero count as looked up. On a CPU a
 step is deterministic. State and learning rate are saved by ``state_dict`` and resumed bit for bit.
+The rules themselves stand in ``gem_embeddings.rules``.
 
-Left out: an optimizer that runs inside the backward pass.
+Left out: an optimizer that runs inside the backward pass; engines of sharded tables have theirs.
 """
 
 import math
@@ -14,15 +15,18 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from gem_embeddings.contract import OptimizerSpec
+from gem_embeddings.contract import OptimizerSpec, TableOptimizer
 from gem_embeddings.lookup import sum_by_row
+from gem_embeddings.rules import STATE_NAMES, is_row_wise, row_steps, spec_of
 from gem_opkit.errors import ConfigError, ShapeError, refusal
 from gem_parallel.collectives import all_gather_rows
 from gem_parallel.launch import World
 
 
 class _RowOptimizer(torch.optim.Optimizer):
-    """What the two optimizers share: the walk over parameters, and reading a gradient."""
+    """What the optimizers share: the walk over parameters, reading a gradient, moving its rows."""
+
+    _kind: TableOptimizer
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         _check_hyperparameters(type(self).__name__, defaults)
@@ -70,15 +74,69 @@ class _RowOptimizer(torch.optim.Optimizer):
     def _update(
         self, weight_RE: Tensor, rows_I: Tensor, grad_IE: Tensor, group: dict[str, Any]
     ) -> None:
-        raise NotImplementedError
+        state, names = self.state[weight_RE], STATE_NAMES[self._kind]
+        if not state:
+            shape = weight_RE.shape[:1] if is_row_wise(self._kind) else weight_RE.shape
+            state["step"] = torch.zeros((), dtype=torch.int64)
+            for name in names:
+                state[name] = weight_RE.new_zeros(shape, requires_grad=False)
+        state["step"] += 1
+        beta1, beta2 = group.get("betas", (0.0, 0.0))
+        spec = spec_of(
+            self._kind,
+            eps=group.get("eps", 1.0),
+            beta1=beta1,
+            beta2=beta2,
+            moment_scale=group.get("moment_scale", 1.0),
+        )
+        moved = [state[name].index_select(0, rows_I) for name in names]
+        change_IE = row_steps(spec, grad_IE, moved, lr=group["lr"], step=int(state["step"]))
+        for name, rows in zip(names, moved, strict=True):
+            state[name].index_copy_(0, rows_I, rows)
+        weight_RE.index_add_(0, rows_I, change_IE)
 
 
 class RowWiseAdagrad(_RowOptimizer):
     """Adagrad with one accumulator a row instead of one an element.
 
-    For every row r that the gradient g names:
+    For every row r that the gradient g names, with c the moment scale:
 
         state_r ← state_r + mean(g_r²)
+        w_r     ← w_r − lr · g_r / (sqrt(state_r / c) + eps)
+
+    Args:
+        params: table weights, or torch's parameter groups.
+        lr: learning rate, above 0.
+        eps: added to the square root, above 0.
+        moment_scale: what the accumulator is divided by, above 0: 1, or the number of replica
+            groups that each see a part of the batch.
+
+    Raises:
+        ConfigError: a hyperparameter out of range.
+
+    Source: the rule that fbgemm calls exact row-wise Adagrad; with c, momentum-scaled row-wise
+        AdaGrad of two-dimensional sparse parallelism.
+    """
+
+    _kind = "rowwise_adagrad"
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        lr: float = 0.02,
+        eps: float = 1e-8,
+        moment_scale: float = 1.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "eps": eps, "moment_scale": moment_scale})
+
+
+class Adagrad(_RowOptimizer):
+    """Adagrad with an accumulator for each element, of the rows that are looked up.
+
+    For every row r that the gradient g names:
+
+        state_r ← state_r + g_r²
         w_r     ← w_r − lr · g_r / (sqrt(state_r) + eps)
 
     Args:
@@ -89,26 +147,30 @@ class RowWiseAdagrad(_RowOptimizer):
     Raises:
         ConfigError: a hyperparameter out of range.
 
-    Source: the rule that fbgemm calls exact row-wise Adagrad.
+    Source: Duchi, Hazan and Singer 2011.
     """
+
+    _kind = "adagrad"
 
     def __init__(self, params: Iterable[Any], *, lr: float = 0.02, eps: float = 1e-8) -> None:
         super().__init__(params, {"lr": lr, "eps": eps})
 
-    def _update(
-        self, weight_RE: Tensor, rows_I: Tensor, grad_IE: Tensor, group: dict[str, Any]
-    ) -> None:
-        state = self.state[weight_RE]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.int64)
-            state["sum"] = torch.zeros(
-                weight_RE.shape[0], dtype=weight_RE.dtype, device=weight_RE.device
-            )
-        state["step"] += 1
-        sum_I = state["sum"].index_select(0, rows_I).add_(grad_IE.square().mean(dim=1))
-        state["sum"].index_copy_(0, rows_I, sum_I)
-        scale_I = sum_I.sqrt_().add_(group["eps"]).reciprocal_().mul_(-group["lr"])
-        weight_RE.index_add_(0, rows_I, grad_IE * scale_I[:, None])
+
+class Sgd(_RowOptimizer):
+    """Plain gradient descent of the rows that are looked up: w_r ← w_r − lr · g_r.
+
+    Args:
+        params: table weights, or torch's parameter groups.
+        lr: learning rate, above 0.
+
+    Raises:
+        ConfigError: a hyperparameter out of range.
+    """
+
+    _kind = "sgd"
+
+    def __init__(self, params: Iterable[Any], *, lr: float = 0.02) -> None:
+        super().__init__(params, {"lr": lr})
 
 
 class Adam(_RowOptimizer):
@@ -137,6 +199,8 @@ class Adam(_RowOptimizer):
     Source: Kingma and Ba 2015 (arXiv:1412.6980), applied to the rows seen.
     """
 
+    _kind = "adam"
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -147,29 +211,10 @@ class Adam(_RowOptimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
 
-    def _update(
-        self, weight_RE: Tensor, rows_I: Tensor, grad_IE: Tensor, group: dict[str, Any]
-    ) -> None:
-        state = self.state[weight_RE]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.int64)
-            state["exp_avg"] = torch.zeros_like(weight_RE, requires_grad=False)
-            state["exp_avg_sq"] = torch.zeros_like(weight_RE, requires_grad=False)
-        state["step"] += 1
-        step = int(state["step"])
-        beta1, beta2 = group["betas"]
-        mean_IE = state["exp_avg"].index_select(0, rows_I).lerp_(grad_IE, 1 - beta1)
-        state["exp_avg"].index_copy_(0, rows_I, mean_IE)
-        square_IE = state["exp_avg_sq"].index_select(0, rows_I)
-        square_IE.mul_(beta2).addcmul_(grad_IE, grad_IE, value=1 - beta2)
-        state["exp_avg_sq"].index_copy_(0, rows_I, square_IE)
-        root_IE = square_IE.div_(1 - beta2**step).sqrt_().add_(group["eps"])
-        weight_RE.index_add_(
-            0, rows_I, mean_IE.div_(root_IE), alpha=-group["lr"] / (1 - beta1**step)
-        )
 
-
-def table_optimizer(params: Iterable[Tensor], spec: OptimizerSpec) -> RowWiseAdagrad | Adam:
+def table_optimizer(
+    params: Iterable[Tensor], spec: OptimizerSpec
+) -> RowWiseAdagrad | Adagrad | Sgd | Adam:
     """Make the optimizer that a spec describes.
 
     Args:
@@ -180,7 +225,11 @@ def table_optimizer(params: Iterable[Tensor], spec: OptimizerSpec) -> RowWiseAda
         the optimizer.
     """
     if spec.kind == "rowwise_adagrad":
-        return RowWiseAdagrad(params, lr=spec.lr, eps=spec.eps)
+        return RowWiseAdagrad(params, lr=spec.lr, eps=spec.eps, moment_scale=spec.moment_scale)
+    if spec.kind == "adagrad":
+        return Adagrad(params, lr=spec.lr, eps=spec.eps)
+    if spec.kind == "sgd":
+        return Sgd(params, lr=spec.lr)
     return Adam(params, lr=spec.lr, betas=(spec.beta1, spec.beta2), eps=spec.eps)
 
 
@@ -285,8 +334,8 @@ def _merge(params: list[Tensor], world: World) -> None:
 
 
 def _check_hyperparameters(op: str, values: dict[str, Any]) -> None:
-    for name in ("lr", "eps"):
-        if not 0 < values[name] < math.inf:
+    for name in ("lr", "eps", "moment_scale"):
+        if not 0 < values.get(name, 1.0) < math.inf:
             raise ConfigError(
                 refusal(
                     op,

@@ -8,16 +8,25 @@ Left out: tables that are sharded over ranks, and ids that own their row.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gem_embeddings.contract import LookupSpec, TableSpec
+from gem_embeddings.counters import TableCounters, TableCounts
 from gem_embeddings.hashing import hash_to_rows
+from gem_embeddings.inputs import (
+    check_weight_names,
+    checked_ids,
+    checked_weight,
+    features_of_tables,
+    id_outside,
+    refuse_specs,
+)
 from gem_embeddings.lookup import FeatureLookup, look_up, take_sparse_notice
 from gem_jagged.batch import Jagged
-from gem_opkit.errors import ConfigError, DataError, DtypeError, ShapeError, refusal
 
 _NAME = "EmbeddingTables"
 
@@ -49,6 +58,7 @@ class EmbeddingTables(nn.Module):
             itself (``items``, ``type``) gets the suffix ``_table``.
         out_of_range: for each table, ids that were clamped or read as zeros, int64, on the device
             of the weights; saved with them.
+        counts: what each table was asked for in training; not saved.
 
     Raises:
         ConfigError: tables or lookups that contradict each other.
@@ -63,13 +73,15 @@ class EmbeddingTables(nn.Module):
     ) -> None:
         super().__init__()
         take_sparse_notice()
-        features = _features_of_tables(tables, lookups)
+        features = features_of_tables(_NAME, tables, lookups)
         self._tables = tuple(
             _Table(spec, _key(spec.name), tuple(features[spec.name].items())) for spec in tables
         )
         keys = [table.key for table in self._tables]
         if len(set(keys)) != len(keys):
-            _refuse("tables", "have different names, also after the suffix _table", keys)
+            refuse_specs(
+                _NAME, "tables", "have different names, also after the suffix _table", keys
+            )
         self.weights = nn.ParameterDict(
             {
                 table.key: nn.Parameter(
@@ -87,6 +99,7 @@ class EmbeddingTables(nn.Module):
         self.register_buffer(
             "out_of_range", torch.zeros(len(self._tables), dtype=torch.int64, device=device)
         )
+        self.counts = TableCounters(self.specs)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -123,6 +136,17 @@ class EmbeddingTables(nn.Module):
         """
         counts = self.out_of_range.tolist()
         return {table.spec.name: count for table, count in zip(self._tables, counts, strict=True)}
+
+    def counters(self) -> dict[str, TableCounts]:
+        """Return what each table was asked for in training. Waits for a GPU.
+
+        ``unique`` is counted by the backward pass, which has to find the different rows anyway:
+        rows that get no gradient are not in it.
+
+        Returns:
+            table name -> counts since ``counts`` was last taken, on this rank.
+        """
+        return self.counts.read()
 
     def forward(
         self, ids: Mapping[str, Jagged], weights: Mapping[str, Tensor] | None = None
@@ -165,9 +189,11 @@ class EmbeddingTables(nn.Module):
     def _look_up_all(
         self, ids: Mapping[str, Jagged], weights: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        self._check_weight_names(weights)
+        poolings = {name: pooling for table in self._tables for name, pooling in table.features}
+        check_weight_names(_NAME, poolings, weights)
         given = [
-            {name: _checked_ids(name, ids) for name, _ in table.features} for table in self._tables
+            {name: checked_ids(_NAME, name, ids) for name, _ in table.features}
+            for table in self._tables
         ]
         self._refuse_ids_outside(ids, given)
         outputs: dict[str, Tensor] = {}
@@ -176,11 +202,12 @@ class EmbeddingTables(nn.Module):
                 self._lookup(index, ids[name], given[index][name], pooling)
                 for name, pooling in table.features
             ]
-            id_weights = [_checked_weight(name, ids, weights) for name, _ in table.features]
+            id_weights = [checked_weight(_NAME, name, ids, weights) for name, _ in table.features]
             weight_RE = self.weights[table.key]
             # One dtype for the gradients of all features, which are added up.
             id_weights = [w if w is None else w.to(weight_RE.dtype) for w in id_weights]
-            found = look_up(weight_RE, lookups, id_weights)
+            seen: Any = partial(_count_unique, self.counts, table.spec.name)
+            found = look_up(weight_RE, lookups, id_weights, seen=seen if self.training else None)
             names = (name for name, _ in table.features)
             outputs.update(zip(names, found, strict=True))
         return outputs
@@ -188,6 +215,9 @@ class EmbeddingTables(nn.Module):
     def _lookup(self, index: int, batch: Jagged, ids_I: Tensor, pooling: str) -> FeatureLookup:
         spec = self._tables[index].spec
         outside_I: Tensor | None = None
+        if self.training:
+            empty = 0 if pooling == "none" else int((batch.lengths == 0).sum())
+            self.counts.add(spec.name, looked_up=batch.total_tokens, empty_bags=empty)
         if spec.id_space == "hash":
             rows_I = hash_to_rows(ids_I, spec.num_embeddings, seed=spec.hash_seed)
         elif spec.out_of_range == "error":
@@ -195,7 +225,10 @@ class EmbeddingTables(nn.Module):
         else:
             rows_I = ids_I.clamp(0, spec.num_embeddings - 1)
             moved_I = rows_I != ids_I
-            self.out_of_range[index] += moved_I.sum()
+            moved = moved_I.sum()
+            self.out_of_range[index] += moved
+            if self.training:
+                self.counts.add_outside(spec.name, moved)
             # Only a CPU can ask for free whether there is any; elsewhere the mask is kept.
             if spec.out_of_range == "zero" and (ids_I.is_cuda or bool(moved_I.any())):
                 outside_I = moved_I
@@ -218,37 +251,13 @@ class EmbeddingTables(nn.Module):
         if not watched:
             return
         bounds = torch.stack([torch.stack(ids_I.aminmax()) for _, _, ids_I in watched]).tolist()
-        for (spec, name, ids_I), (low, high) in zip(watched, bounds, strict=True):
+        for (spec, name, _), (low, high) in zip(watched, bounds, strict=True):
             if low < 0 or high >= spec.num_embeddings:
-                wrong = (ids_I < 0) | (ids_I >= spec.num_embeddings)
-                position = int(wrong.nonzero()[0])
-                ends = ids[name].lengths.cumsum(0)
-                example = int(torch.searchsorted(ends, position, right=True))
-                raise DataError(
-                    refusal(
-                        _NAME,
-                        f"ids[{name!r}]",
-                        must=f"be in [0, {spec.num_embeddings}) for table {spec.name!r}",
-                        got=f"{int(ids_I[position])} at position {position} (example {example})",
-                        fix='mend the data, or set out_of_range to "clamp" or "zero", or '
-                        'id_space to "hash"',
-                    )
-                )
-
-    def _check_weight_names(self, weights: Mapping[str, Tensor]) -> None:
-        poolings = {name: pooling for table in self._tables for name, pooling in table.features}
-        for name in weights:
-            if poolings.get(name, "none") == "none":
-                _refuse(
-                    f"weights[{name!r}]",
-                    "belong to a pooled feature",
-                    "a feature without pooling" if name in poolings else "an unknown feature",
-                    "pool it with sum or mean, or multiply its vectors yourself",
-                )
+                raise id_outside(_NAME, spec, name, ids[name])
 
 
-def _refuse(name: str, must: str, got: object, fix: str = "change the specs") -> None:
-    raise ConfigError(refusal(_NAME, name, must=must, got=got, fix=fix))
+def _count_unique(counts: TableCounters, table: str, rows: int) -> None:
+    counts.add(table, unique=rows)
 
 
 def _key(name: str) -> str:
@@ -258,121 +267,3 @@ def _key(name: str) -> str:
 
 # What an instance has beyond its class: a parameter of that name would replace it.
 _OWN_ATTRIBUTES = frozenset(vars(nn.ParameterDict()))
-
-
-def _features_of_tables(
-    tables: Sequence[TableSpec], lookups: Sequence[LookupSpec]
-) -> dict[str, dict[str, str]]:
-    """Return table name -> feature name -> pooling, after checking that they fit together."""
-    features: dict[str, dict[str, str]] = {}
-    owners: dict[str, str] = {}
-    for spec in tables:
-        if spec.name in features:
-            _refuse("tables", "have different names", f"{spec.name!r} twice")
-        features[spec.name] = {}
-        for name in spec.feature_names:
-            if name in owners:
-                _refuse(
-                    f"feature {name!r}",
-                    "be looked up in one table",
-                    f"{owners[name]!r} and {spec.name!r}",
-                    "give the second lookup a feature of its own",
-                )
-            owners[name] = spec.name
-            features[spec.name][name] = spec.pooling
-    overridden: set[str] = set()
-    for lookup in lookups:
-        name = lookup.feature_name
-        if lookup.table_name not in features:
-            known = ", ".join(features) or "no table"
-            _refuse(f"lookup of {name!r}", f"name one of {known}", repr(lookup.table_name))
-        if name in overridden:
-            _refuse(f"lookup of {name!r}", "be given once", "two lookups")
-        if owners.get(name, lookup.table_name) != lookup.table_name:
-            _refuse(
-                f"feature {name!r}",
-                "be looked up in one table",
-                f"{owners[name]!r} and {lookup.table_name!r}",
-            )
-        overridden.add(name)
-        owners[name] = lookup.table_name
-        features[lookup.table_name][name] = lookup.pooling
-    idle = [name for name, looked_up in features.items() if not looked_up]
-    if idle:
-        _refuse("tables", "be looked up by a feature", f"{', '.join(idle)} without any")
-    return features
-
-
-def _checked_ids(name: str, ids: Mapping[str, Jagged]) -> Tensor:
-    if name not in ids:
-        raise DataError(
-            refusal(
-                _NAME,
-                "ids",
-                must=f"have the feature {name!r}",
-                got=", ".join(sorted(ids)) or "no feature",
-                fix="give a feature without ids a batch of lengths 0",
-            )
-        )
-    batch = ids[name]
-    if not isinstance(batch, Jagged):
-        raise DtypeError(
-            refusal(
-                _NAME,
-                f"ids[{name!r}]",
-                must="be a Jagged",
-                got=type(batch).__name__,
-                fix="give ids their lengths with Jagged.from_lengths",
-            )
-        )
-    values, total = batch.values, int(batch.lengths.sum())
-    if values.ndim != 1 or values.shape[0] != total:
-        raise ShapeError(
-            refusal(
-                _NAME,
-                f"ids[{name!r}]",
-                must=f"have one dim of {total} ids, the sum of its {batch.batch} lengths",
-                got=f"shape {tuple(values.shape)}",
-                fix="build it with Jagged.from_lengths",
-            )
-        )
-    if values.dtype not in (torch.int32, torch.int64):
-        raise DtypeError(
-            refusal(
-                _NAME,
-                f"ids[{name!r}]",
-                must="be int32 or int64",
-                got=values.dtype,
-                fix="ids are whole numbers",
-            )
-        )
-    return values.to(torch.int64)
-
-
-def _checked_weight(
-    name: str, ids: Mapping[str, Jagged], weights: Mapping[str, Tensor]
-) -> Tensor | None:
-    weight = weights.get(name)
-    if weight is None:
-        return None
-    if weight.shape != ids[name].values.shape:
-        raise ShapeError(
-            refusal(
-                _NAME,
-                f"weights[{name!r}]",
-                must=f"have one weight for each of {ids[name].total_tokens} ids",
-                got=f"shape {tuple(weight.shape)}",
-                fix="weights follow the order of the ids",
-            )
-        )
-    if not weight.dtype.is_floating_point:
-        raise DtypeError(
-            refusal(
-                _NAME,
-                f"weights[{name!r}]",
-                must="be floating point",
-                got=weight.dtype,
-                fix="convert them",
-            )
-        )
-    return weight

@@ -78,7 +78,7 @@ def test_rows_tell_the_flops_of_their_own_steps(watched):
 
 
 def test_what_is_better_and_when_it_is_enough(tiny, data_root, tmp_path, monkeypatch):
-    """By the NE of the task that is meant: an unknown one says nothing, a better one starts anew."""
+    """By the NE of the task that is meant: unknown says nothing, better starts anew."""
     nes = iter([0.90, None, 0.88, 0.80, 0.81, 0.76])
     click = count(1)
     monkeypatch.setattr(

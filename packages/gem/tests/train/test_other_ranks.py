@@ -73,3 +73,10 @@ def test_from_two_ranks_to_one(tiny, data_root, tmp_path, monkeypatch):
     # That of step 4 is of a step on two ranks and one on one.
     losses = [[r["loss"] for r in some if "loss" in r] for some in (found, expected)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    asked = [[r["tables"] for r in some if "tables" in r] for some in (found, expected)]
+    for there, here in zip(*asked, strict=True):
+        for name, counts in there.items():
+            other = here[name]
+            # Each rank of a step counts its own different rows.
+            assert counts.pop("unique") >= other.pop("unique") > 0
+            assert counts == other

@@ -1,6 +1,7 @@
 """Join the ranks that ``torchrun`` started, or run alone. Nothing else reads its environment."""
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +15,9 @@ from gem_opkit.errors import ConfigError
 # while it holds the interpreter's lock, and a thread that is still dropping the tensor of the last
 # collective waits for that lock: a deadlock at the end of one job in a few.
 _groups_of_this_process: list[object] = []
+# For what those threads have still to do when the last collective is over. One that wants the lock
+# when the interpreter has begun to end aborts the process, after right results.
+_SETTLE_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,9 @@ def process_group(device: str = "auto") -> Iterator[World]:
     try:
         yield World(rank=rank, size=size, device=chosen)
     finally:
+        # The groups of meshes too.
+        _groups_of_this_process.extend(dist.distributed_c10d._world.pg_map)
+        time.sleep(_SETTLE_S)
         dist.destroy_process_group()
 
 

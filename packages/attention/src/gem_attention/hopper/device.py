@@ -19,6 +19,8 @@ from triton.experimental.gluon.language._core import builtin
 BOUND = gl.constexpr(2**30)
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
+# All warps of a partition meet; Triton 3.8 has renamed it.
+warps_meet = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 @builtin
@@ -109,6 +111,6 @@ def queries_seeing(
 
 
 @gluon.jit
-def padded_row(q_begin, sequence):
-    """Return where a sequence begins in buffers that pad each to tiles of 64 rows."""
-    return ((q_begin >> 6) + sequence) << 6
+def padded_row(q_begin, sequence, ROWS: gl.constexpr):
+    """Return where a sequence begins in buffers that pad each to tiles of ROWS rows."""
+    return (q_begin // ROWS + sequence) * ROWS

@@ -5,6 +5,8 @@ CUDA graph may be replayed with other lengths.
 """
 
 from functools import lru_cache
+from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +32,6 @@ def takes(
     v_SGV: Tensor,
     *,
     batch: int,
-    activations: str = "softmax",
 ) -> bool:
     """Say whether the Hopper kernels of jagged attention take these operands.
 
@@ -39,17 +40,12 @@ def takes(
         k_SGK: keys.
         v_SGV: values.
         batch: number of sequences; 0 where it is not known.
-        activations: ``"softmax"``, or one name of ``gem_attention.activations``, or one a query
-            head joined by commas.
 
     Returns:
         True for bf16 and fp16 on compute capability 9.0 with one head width of 64 or 128, heads
-        that lie side by side, rows that begin at multiples of 16 bytes, sequences of at least 32
-        queries in the mean (shorter ones would mostly fill their tiles with padding), and the same
-        activation in all heads.
+        that lie side by side, rows that begin at multiples of 16 bytes, and sequences of at least
+        32 queries in the mean (shorter ones would mostly fill their tiles with padding).
     """
-    if not one_weight(activations):
-        return False
     tensors = (q_THK, k_SGK, v_SGV)
     padded = q_THK.shape[0] + ROWS * (batch + 1)
     return (
@@ -65,14 +61,46 @@ def takes(
     )
 
 
-def one_weight(activations: str) -> bool:
-    """Whether all heads have the same activation.
+class Run(NamedTuple):
+    """Neighbouring heads with one activation, and the key heads that they read."""
 
-    Different ones are kept from the Hopper kernels, forward and backward. The forward with
-    relu,silu,gelu,silu ended in an illegal memory access on an H200 and its cause is not known
-    (docs/kernels/generalized_attention.md); the backward has never run with them as it is.
+    activation: str
+    heads: slice
+    kv_heads: slice
+
+
+def runs(activations: str, heads: int, kv_heads: int) -> list[Run]:
+    """Cut the heads of a call into launches of one activation each.
+
+    A branch for each activation in one launch was miscompiled: with products of the same queries in
+    three arms the assembler of CUDA 12.8 kept the addresses that the first arm computes, whether it
+    was taken or not (docs/kernels/generalized_attention.md).
+
+    Args:
+        activations: ``"softmax"``, or one name of ``gem_attention.activations``, or one a query
+            head joined by commas.
+        heads: query heads.
+        kv_heads: key heads, which divide them.
+
+    Returns:
+        runs in the order of the heads; heads that share a key head with another activation are a
+        run of their own, so that in every run as many query heads read each key head.
     """
-    return len(set(activations.split(","))) == 1
+    names = activations.split(",")
+    if len(set(names)) == 1:
+        return [Run(names[0], slice(0, heads), slice(0, kv_heads))]
+    group = heads // kv_heads
+    alike = [len(set(names[g * group : (g + 1) * group])) == 1 for g in range(kv_heads)]
+
+    def key(head: int) -> tuple[str, int]:
+        return names[head], -1 if alike[head // group] else head // group
+
+    made = []
+    for (name, _), members in groupby(range(heads), key):
+        first, *rest = members
+        last = rest[-1] if rest else first
+        made.append(Run(name, slice(first, last + 1), slice(first // group, last // group + 1)))
+    return made
 
 
 def ragged(x: Tensor, rows: int) -> TensorDescriptor:

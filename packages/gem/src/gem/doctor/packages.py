@@ -61,8 +61,6 @@ PARTS = {
 }
 _LOADED_APART = ("torchrec", "fbgemm_gpu")
 _LEAST_TORCH = (2, 11)
-# fbgemm works with exactly one torch, and says so only by an undefined symbol. Its own table.
-_FBGEMM_OF_TORCH = {"2.11": "1.6", "2.12": "1.7", "2.13": "1.8", "2.14": "1.9"}
 _LOAD_TIMEOUT_S = 120
 
 LoadState = Literal["loads", "does not load", "version mismatch", "not installed"]
@@ -199,19 +197,26 @@ def find_torchrec(packages: dict[str, Package]) -> Package:
     version = f"torchrec {torchrec.version}, fbgemm-gpu {fbgemm.version}"
     if torchrec.version is None and fbgemm.version is None:
         return Package(None, "not installed", "neither torchrec nor fbgemm-gpu is there", "")
-    torch = packages["torch"].version or ""
-    wanted = _FBGEMM_OF_TORCH.get(".".join(torch.split(".")[:2]))
     if fbgemm.version is None or torchrec.version is None:
         missing = "torchrec" if torchrec.version is None else "fbgemm-gpu"
         there = "fbgemm-gpu" if torchrec.version is None else "torchrec"
         return Package(version, "not installed", f"{there} is there without {missing}", "")
-    if wanted is not None and not fbgemm.version.startswith((f"{wanted}.", "unknown")):
-        why = f"fbgemm-gpu is {fbgemm.version}, and torch {torch} needs {wanted}.*"
+    why = _misfit(*(packages[name].version for name in ("torch", "fbgemm_gpu", "torchrec")))
+    if why:
         return Package(version, "version mismatch", why, "")
     fault = _fault_of_loading(*_LOADED_APART[::-1])
     if fault is not None:
         return Package(version, "does not load", fault, "")
     return Package(version, "loads", "", "")
+
+
+def _misfit(torch: str | None, fbgemm: str | None, torchrec: str | None) -> str:
+    """Ask the table of gem-embeddings, which is there unless its own line says that it is not."""
+    table, _ = loaded("gem_embeddings.torchrec_engine.versions")
+    if table is None or torch is None:
+        return ""
+    fbgemm, torchrec = (None if v == "unknown" else v for v in (fbgemm, torchrec))
+    return table.misfit(torch, fbgemm, torchrec)
 
 
 def torchrec_lines(found: Package) -> list[str]:

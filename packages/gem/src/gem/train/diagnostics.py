@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from torch import nn
@@ -23,11 +23,10 @@ from gem import __version__
 from gem.train.clock import StepClock
 from gem.train.metrics import MetricBlock
 from gem.train.reliability import reliability
+from gem.train.run import Run, reduced_counters
 from gem.train.summary import DIAGNOSTICS_FILE, write_json
+from gem.train.table_counts import counter_names, counts_by_table
 from gem.train.table_facts import table_facts
-
-if TYPE_CHECKING:
-    from gem.train.run import Run
 
 FORMAT = 1
 _VERSIONS_OF = ("torch", "triton", "numpy", "pyarrow", "pydantic")
@@ -41,7 +40,7 @@ class Diagnostics:
         run: at the step at which this process begins.
     """
 
-    def __init__(self, run: "Run") -> None:
+    def __init__(self, run: Run) -> None:
         self._path = run.folder / DIAGNOSTICS_FILE
         self._process = _process_of(self._path) if run.world.is_first else {}
         self._process["starts"] = [
@@ -61,7 +60,7 @@ class Diagnostics:
             "model": {"kind": run.config.model.kind, "parameters": _parameters(run)},
         }
 
-    def write(self, run: "Run", held_out: Mapping[str, MetricBlock] | None = None) -> None:
+    def write(self, run: Run, held_out: Mapping[str, MetricBlock] | None = None) -> None:
         """Write the record as of now. Every rank has to call this.
 
         Args:
@@ -72,6 +71,9 @@ class Diagnostics:
         tables = table_facts(
             run.step.model, run.reader.schema, run.step.optimizers.get("tables"), run.world
         )
+        counters = reduced_counters(run.state.counters, run.world, counter_names(run.step.model))
+        for table, counts in counts_by_table(run.step.model, counters).items():
+            tables[table]["in_training"] = counts
         if not run.world.is_first:
             return
         periods = {"progressive": run.state.metrics.lifetime, **(held_out or {})}
@@ -135,7 +137,7 @@ def _process_of(path: Path) -> dict[str, Any]:
         return {}
 
 
-def _data_facts(run: "Run") -> dict[str, Any]:
+def _data_facts(run: Run) -> dict[str, Any]:
     spec, schema, reader = run.reader.dataset, run.reader.schema, run.reader
     splits = {}
     for split in spec.splits:
@@ -166,7 +168,7 @@ def _data_facts(run: "Run") -> dict[str, Any]:
     }
 
 
-def _parameters(run: "Run") -> dict[str, Any]:
+def _parameters(run: Run) -> dict[str, Any]:
     tables = {id(p) for p in run.step.table_parameters}
     parts = {name: _size(part, tables) for name, part in run.step.model.named_children()}
     own = sum(p.numel() for p in run.step.model.parameters(recurse=False) if id(p) not in tables)

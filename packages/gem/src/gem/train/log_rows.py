@@ -20,6 +20,7 @@ from gem.train.progress import StepBar
 from gem.train.run import Run, reduced_counters
 from gem.train.run_log import RunLog
 from gem.train.step import Scored
+from gem.train.table_counts import counter_names, counts_by_table, taken_counts
 from gem_opkit.ceilings import device_name, device_peak, share_of_peak
 from gem_opkit.errors import DataError, MeasurementError, refusal
 from gem_parallel.collectives import all_reduce_sum
@@ -50,7 +51,7 @@ class LogRows:
         """
         flush(run)
         state, metrics = run.state, run.state.metrics
-        counters = reduced_counters(state.counters, run.world)
+        counters = reduced_counters(state.counters, run.world, counter_names(state.model))
         metrics.close(merge_ranks(metrics.current, run.world))
         steps = counters["loss_steps"]
         window = metrics.window().report(gauc=False)
@@ -69,6 +70,7 @@ class LogRows:
             "lifetime": metrics.lifetime.report(gauc=False),
             "examples_per_s": speed,
             **self._efficiency(run, counters["flops"], seconds),
+            "tables": counts_by_table(state.model, counters),
             "time_frac": run.clock.fractions(),
         }
         # What a checkpoint held of them is with the first rank alone.
@@ -152,6 +154,8 @@ def flush(run: Run) -> None:
         _add(state.counters, loss=loss if taken else 0.0, loss_steps=counted, flops=flops)
         if step <= steps_a_pass:  # later passes have seen the labels
             _score(run, batch, scored)
+    for name, amount in taken_counts(state.model):
+        _add(state.counters, **{name: amount})
     run.pending.clear()
     run.clock.settle()
     sums = [examples, tokens, skipped, int(fault is not None)]

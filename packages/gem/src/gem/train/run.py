@@ -1,7 +1,7 @@
 """What the parts of a run share, and how it is set up: folder, data, model, checkpoint."""
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -344,17 +344,20 @@ def read_ahead(
         yield ahead
 
 
-def reduced_counters(counters: Mapping[str, float], world: World) -> dict[str, float]:
+def reduced_counters(
+    counters: Mapping[str, float], world: World, more: Sequence[str] = ()
+) -> dict[str, float]:
     """Sum the counters over ranks. Every rank has to call this.
 
     Args:
         counters: of this rank.
         world: the ranks.
+        more: names of counters wanted beside the fixed ones, the same on every rank.
 
     Returns:
-        The sums, under fixed names.
+        The sums, under the fixed names and those.
     """
-    names = ("flops", "loss", "loss_steps")
+    names = ("flops", "loss", "loss_steps", *more)
     values = torch.tensor(
         [counters.get(name, 0.0) for name in names], dtype=torch.float64, device=world.device
     )

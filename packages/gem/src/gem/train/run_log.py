@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from gem.config import RunConfig
 
 METRICS_FILE = "metrics.jsonl"
+_NO_CURVES = ("step", "tables")
 
 
 class RunLog:
@@ -64,6 +65,8 @@ class RunLog:
     def write(self, row: dict[str, Any]) -> None:
         """Write a row, and every number in it to TensorBoard under its path.
 
+        The counts of tables are left out there: five curves a table would bury all others.
+
         Args:
             row: JSON values; holds ``step``.
 
@@ -76,7 +79,8 @@ class RunLog:
         prefix = ""
         if "split" in row:
             prefix = f"{'interim' if row.get('interim') else 'final'}/{row['split']}/"
-        numbers = {prefix + path: value for path, value in _numbers(row) if path != "step"}
+        shown = {key: value for key, value in row.items() if key not in _NO_CURVES}
+        numbers = {prefix + path: value for path, value in _numbers(shown)}
         self._board.write(row["step"], numbers)
         if self._wandb is not None:
             self._wandb.write(row["step"], numbers)

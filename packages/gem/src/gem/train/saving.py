@@ -16,6 +16,7 @@ from gem.train.guard import all_finite
 from gem.train.log_rows import flush
 from gem.train.run import Run, agree, reduced_counters
 from gem.train.run_folder import CHECKPOINTS
+from gem.train.table_counts import counter_names
 from gem_embeddings.tables import EmbeddingTables
 from gem_opkit.errors import DataError, refusal
 from gem_parallel.collectives import all_reduce_sum
@@ -92,7 +93,7 @@ class Saver:
         state = run.state
         counters, histories, outside = state.counters, state.histories, out_of_range(run)
         outside_here = outside.clone()
-        state.counters = reduced_counters(counters, run.world)
+        state.counters = reduced_counters(counters, run.world, counter_names(state.model))
         state.histories = histories.merged(run.world)
         all_reduce_sum(outside, run.world)
         keeps_best = run.spec.interim.stop_after is not None

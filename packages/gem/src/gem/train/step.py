@@ -27,6 +27,7 @@ from gem.train.clock import StepClock
 from gem.train.guard import Fault, Guard, is_finite
 from gem.train.micro_batches import micro_batches
 from gem.train.spec import TrainSpec, schedule_factor
+from gem_embeddings.counters import Mark
 from gem_embeddings.optimizer import merge_sparse_gradients, table_optimizer
 from gem_embeddings.tables import EmbeddingTables
 from gem_opkit.errors import ConfigError, refusal
@@ -183,18 +184,19 @@ class TrainStep:
         if self.ema:
             self._average(step)
 
-    def _before(self) -> tuple[dict[str, Tensor], Tensor]:
-        """What a forward pass changes: random states and the count of ids out of range."""
+    def _before(self) -> tuple[dict[str, Tensor], Tensor, Mark]:
+        """What a forward pass changes: random states and the counts of ids."""
         random = {"cpu": torch.get_rng_state()}
         if self.world.device.type == "cuda":
             random["cuda"] = torch.cuda.get_rng_state(self.world.device)
-        return random, self.lookups.out_of_range.clone()
+        return random, self.lookups.out_of_range.clone(), self.lookups.counts.mark()
 
-    def _restore(self, random: dict[str, Tensor], out_of_range: Tensor) -> None:
+    def _restore(self, random: dict[str, Tensor], out_of_range: Tensor, counts: Mark) -> None:
         torch.set_rng_state(random["cpu"])
         if "cuda" in random:
             torch.cuda.set_rng_state(random["cuda"], self.world.device)
         self.lookups.out_of_range.copy_(out_of_range)
+        self.lookups.counts.return_to(counts)
 
     def set_rates(self, step: int) -> None:
         """Set the learning rates of a step.

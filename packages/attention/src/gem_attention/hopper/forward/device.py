@@ -1,12 +1,10 @@
-"""What the forward kernels on Hopper share: items, loads, stores, and the activation of a head."""
+"""What the forward on Hopper does around its products: items, loads and stores."""
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from gem_attention.hopper.device import BOUND, item_at, items_of, sequence_rows
-from gem_attention.portable.activations.device import names
 
 
 @gluon.jit
@@ -55,28 +53,3 @@ def store_rows(o_desc, o_tile, out, begin, length, row, col):
         [BOUND, begin + length, BOUND - length + row, col],
         o_tile._reinterpret(o_tile.dtype, [1, 1, ROWS, WIDTH], o_desc.layout),
     )
-
-
-# Functions of numbers and strings alone: Triton 3.6 takes no element of a tuple for a constant.
-@triton.constexpr_function
-def _holds(activations, head, which):
-    given = activations.split(",")
-    return given[head] == list(dict.fromkeys(given))[which]
-
-
-@gluon.jit
-def has(head, ACTIVATIONS: gl.constexpr, WHICH: gl.constexpr):
-    """Whether a head has one of the different names."""
-    found = True
-    if names(ACTIVATIONS) > 1:
-        found = head < 0
-        for h in gl.static_range(heads(ACTIVATIONS)):
-            if _holds(ACTIVATIONS, h, WHICH):
-                found = found | (head == h)
-    return found
-
-
-@triton.constexpr_function
-def heads(activations):
-    """Return how many heads are named."""
-    return len(activations.split(","))

@@ -23,6 +23,7 @@ def supports(
     deterministic: bool,
     activations: str,
     batch: int = 0,
+    backward: bool = False,
 ) -> bool:
     """Say whether the kernels of this file take a call.
 
@@ -32,15 +33,17 @@ def supports(
         v_SGV: values.
         window: keys visible left and right; any window is taken.
         deterministic: whether the backward must give the same bits in every run; it does not.
-        activations: one name for all heads, or one a query head joined by commas; only the first
-            is taken.
+        activations: one name for all heads, or one a query head joined by commas.
         batch: number of sequences; 0 where it is not known.
+        backward: whether the gradients are asked for; only of one activation for all heads.
 
     Returns:
         True for what ``gem_attention.hopper.launching.takes`` names.
     """
     del window
-    return not deterministic and takes(q_THK, k_SGK, v_SGV, batch=batch, activations=activations)
+    if backward and len(set(activations.split(","))) > 1:
+        return False
+    return not deterministic and takes(q_THK, k_SGK, v_SGV, batch=batch)
 
 
 def launch_forward(

@@ -73,7 +73,12 @@ def _forward(
         window = bounded_sides(window)
         batch = q_offsets_O.shape[0] - 1
         kernels = _kernels(
-            *operands, batch=batch, window=window, deterministic=False, activations=activations
+            *operands,
+            batch=batch,
+            window=window,
+            deterministic=False,
+            activations=activations,
+            backward=False,
         )
         return kernels.launch_forward(
             *operands,
@@ -131,6 +136,7 @@ def _backward(
             window=window,
             deterministic=deterministic,
             activations=activations,
+            backward=True,
         )
         return kernels.launch_backward(
             readable_rows(grad_out_THV),
@@ -176,6 +182,7 @@ def _kernels(
     window: Window,
     deterministic: bool,
     activations: str,
+    backward: bool,
 ) -> ModuleType:
     """Return the module whose launchers run, and say once which it is."""
     from gem_attention.kernels.generalized_attention import kernel
@@ -195,6 +202,7 @@ def _kernels(
             deterministic=deterministic,
             activations=activations,
             batch=batch,
+            backward=backward,
         ):
             chosen = kernel_sm90
     key = (chosen.__name__, q_THK.device.type, q_THK.dtype, q_THK.shape[2], v_SGV.shape[2])

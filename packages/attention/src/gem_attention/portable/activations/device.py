@@ -5,16 +5,16 @@ where it keeps the layout of its operand. The names and formulas are those of
 ``gem_attention.activations``; x below is scale · score.
 
 FAST is for products that are rounded to bf16 or fp16 next. It takes tanh from the special-function
-unit (one instruction), shares it between value and slope, and folds the scale into constants. On a
-card that is bound by its power every instruction of a score counts: without the conversion and the
-tanh silu has 2, fast_gelu and gelu 5, and ``folded_value`` one less. Without FAST the exponential
-and the error function are those of Triton, exact to a few units in the last place of float32; the
-interpreter, which has no assembly, runs these.
+unit (one instruction), shares it between value and slope, and folds the scale into constants: silu
+has 2 instructions a score besides the tanh and the conversion, fast_gelu and gelu 5, and
+``folded_value`` one less. Without FAST the exponential and the error function are those of Triton,
+exact to a few units in the last place of float32; the interpreter, which has no assembly, runs
+these.
 
 gelu in FAST: erf(x/√2) = tanh(x (a + b x²)), fitted here to an error of 3.4·10⁻⁴ in gelu and
 6.7·10⁻⁴ in its slope (the constants of fast_gelu: 4.7·10⁻⁴ and 8.7·10⁻⁴). A third constant would
-make it 3·10⁻⁵, but needs a limit to x² besides, and the two instructions cost an eighth of the
-forward.
+make it 3·10⁻⁵, but needs a limit to x² besides, and with the two instructions the forward took an
+eighth longer.
 
 A score of NaN stays NaN. The slope of relu at 0 is 0.
 """

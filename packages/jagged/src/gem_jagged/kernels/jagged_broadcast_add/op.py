@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import gem_jagged.kernels.jagged_take_last.op  # noqa: F401 - an operator that the backward calls
 from gem_jagged.batch import Layout
 from gem_jagged.checks import (
     check_floating,
@@ -70,9 +71,10 @@ def _differentiate(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
     grad_values_TD, grad_dense_BD = grad_TD, None
     if ctx.needs_input_grad[0] and ctx.impl == "triton":
         # Behind the last offset the result is 0 whatever the values are. The reference refuses such
-        # rows, so that its gradient needs no copy.
-        place_T = torch.arange(grad_TD.shape[0], device=grad_TD.device)
-        grad_values_TD = grad_TD.masked_fill((place_T >= offsets_O[-1]).unsqueeze(1), 0)
+        # rows, so that its gradient needs no copy. Every token is among the last of its sequence.
+        grad_values_TD = torch.ops.gem_jagged.jagged_take_last(
+            grad_TD, offsets_O, offsets_O, grad_TD.shape[0], ctx.impl
+        )
     if ctx.needs_input_grad[2]:
         grad_dense_BD = torch.ops.gem_jagged.jagged_broadcast_add_backward(
             grad_TD, offsets_O, ctx.impl

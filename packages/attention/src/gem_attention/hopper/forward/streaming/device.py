@@ -14,7 +14,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from gem_attention.hopper.device import LN_2, keys_seen
 from gem_attention.hopper.forward.device import (
-    has,
     item_of,
     load_rows,
     store_rows,
@@ -27,7 +26,6 @@ from gem_attention.hopper.forward.weights.device import (
     next_weights,
     scaled_sum,
 )
-from gem_attention.portable.activations.device import name, names
 
 
 @gluon.jit
@@ -222,43 +220,43 @@ def hand_back(kv, step, STAGES: gl.constexpr):
 
 @gluon.jit
 def produce(
-    descs,
-    smems,
-    bars,
-    lists,
-    window,
+    given,
+    CONSUMERS: gl.constexpr,
     HEADS: gl.constexpr,
     GROUP: gl.constexpr,
-    ROWS: gl.constexpr,
-    KEYS: gl.constexpr,
-    WIDTH: gl.constexpr,
-    STAGES: gl.constexpr,
     LEFT: gl.constexpr,
     RIGHT: gl.constexpr,
 ):
     """Load the query tiles, and the key tiles that each sees from the last to the first."""
+    descs, smems, bars, lists, window = given
     q_desc, k_desc, v_desc = descs
-    q_smem, k_smem, v_smem = smems
+    q_smem, k_smem, v_smem, _ = smems
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     left, right = window
+    SLOTS: gl.constexpr = q_smem.shape[0] // CONSUMERS
+    ROWS: gl.constexpr = q_smem.shape[1]
+    STAGES: gl.constexpr = k_smem.shape[0]
+    KEYS: gl.constexpr = k_smem.shape[1]
+    WIDTH: gl.constexpr = k_smem.shape[2]
+    ALL_ROWS: gl.constexpr = CONSUMERS * ROWS
     step = 0
     for turn in range(turns_of(lists, HEADS)):
         head, tile, q_begin, q_length, k_begin, k_length = item_of(turn, lists, HEADS)
-        row = tile * (2 * ROWS)
+        row = tile * ALL_ROWS
         k_col = (head // GROUP) * WIDTH
-        for half in gl.static_range(2):
-            slot = (turn & 1) * 2 + half
-            mbarrier.wait(q_empty.index(slot), ((turn >> 1) & 1) ^ 1)
+        for part in gl.static_range(CONSUMERS):
+            slot = (turn % SLOTS) * CONSUMERS + part
+            mbarrier.wait(q_empty.index(slot), ((turn // SLOTS) & 1) ^ 1)
             load_rows(
                 q_desc,
                 q_smem.index(slot),
                 q_full.index(slot),
                 q_begin,
                 q_length,
-                row + half * ROWS,
+                row + part * ROWS,
                 head * WIDTH,
             )
-        first, stop = keys_seen(row, 2 * ROWS, q_length, k_length, left, right, KEYS, LEFT, RIGHT)
+        first, stop = keys_seen(row, ALL_ROWS, q_length, k_length, left, right, KEYS, LEFT, RIGHT)
         for back in range(stop - first):
             stage = step % STAGES
             phase = ((step // STAGES) & 1) ^ 1
@@ -276,42 +274,40 @@ def produce(
 
 @gluon.jit
 def consume(
-    o_desc,
-    lse,
-    smems,
-    bars,
-    lists,
-    window,
-    scale,
-    HALF: gl.constexpr,
+    given,
+    PART: gl.constexpr,
+    CONSUMERS: gl.constexpr,
     HEADS: gl.constexpr,
-    ROWS: gl.constexpr,
-    KEYS: gl.constexpr,
-    WIDTH: gl.constexpr,
-    STAGES: gl.constexpr,
     LEFT: gl.constexpr,
     RIGHT: gl.constexpr,
-    ACTIVATIONS: gl.constexpr,
+    ACTIVATION: gl.constexpr,
 ):
-    """Attend from one half of each query tile of this program."""
+    """Attend from one part of each query tile of this program."""
+    o_desc, lse, smems, bars, lists, window, scale = given
     q_smem, k_smem, v_smem, o_smem = smems
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     left, right = window
     kv = (k_smem, v_smem, k_full, k_empty, v_full, v_empty)
+    SLOTS: gl.constexpr = q_smem.shape[0] // CONSUMERS
+    ROWS: gl.constexpr = q_smem.shape[1]
+    STAGES: gl.constexpr = k_smem.shape[0]
+    KEYS: gl.constexpr = k_smem.shape[1]
+    WIDTH: gl.constexpr = k_smem.shape[2]
+    ALL_ROWS: gl.constexpr = CONSUMERS * ROWS
     WINDOW: gl.constexpr = LEFT or RIGHT
-    SOFTMAX: gl.constexpr = ACTIVATIONS == "softmax"
+    SOFTMAX: gl.constexpr = ACTIVATION == "softmax"
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    o_tile = o_smem.index(HALF)
+    o_tile = o_smem.index(PART)
     dtype: gl.constexpr = q_smem.dtype
     step = 0
     for turn in range(turns_of(lists, HEADS)):
         head, tile, q_begin, q_length, _, k_length = item_of(turn, lists, HEADS)
-        row = tile * (2 * ROWS) + HALF * ROWS
-        # What the producer loads for both halves, and what this half needs of it.
+        row = tile * ALL_ROWS + PART * ROWS
+        # What the producer loads for all parts, and what this part needs of it.
         low, high = keys_seen(
-            tile * (2 * ROWS), 2 * ROWS, q_length, k_length, left, right, KEYS, LEFT, RIGHT
+            tile * ALL_ROWS, ALL_ROWS, q_length, k_length, left, right, KEYS, LEFT, RIGHT
         )
         first, stop = low, high
         if WINDOW:
@@ -320,36 +316,32 @@ def consume(
         rows = row + gl.arange(0, ROWS, layout=S_ROWS)
         lse_rows = lse + (q_begin + rows).to(gl.int64) * HEADS + head
         there = rows < q_length
-        slot = (turn & 1) * 2 + HALF
+        slot = (turn % SLOTS) * CONSUMERS + PART
         q_tile = q_smem.index(slot)
-        mbarrier.wait(q_full.index(slot), (turn >> 1) & 1)
+        mbarrier.wait(q_full.index(slot), (turn // SLOTS) & 1)
         if (row < q_length) & (first < stop):
-            # A branch for each activation, so that there is none within the pipeline.
-            begun = step
-            for i in gl.static_range(names(ACTIVATIONS)):
-                if has(head, ACTIVATIONS, i):
-                    step, acc, row_lse = attend(
-                        q_tile,
-                        q_empty.index(slot),
-                        kv,
-                        begun,
-                        limits,
-                        low,
-                        high,
-                        first,
-                        stop,
-                        scale,
-                        STAGES,
-                        KEYS,
-                        WIDTH,
-                        LEFT,
-                        RIGHT,
-                        name(ACTIVATIONS, i),
-                    )
-                    if SOFTMAX:
-                        gl.store(lse_rows, row_lse, mask=there)
-                    out = acc.to(dtype)
-                    store_rows(o_desc, o_tile, out, q_begin, q_length, row, head * WIDTH)
+            step, acc, row_lse = attend(
+                q_tile,
+                q_empty.index(slot),
+                kv,
+                step,
+                limits,
+                low,
+                high,
+                first,
+                stop,
+                scale,
+                STAGES,
+                KEYS,
+                WIDTH,
+                LEFT,
+                RIGHT,
+                ACTIVATION,
+            )
+            if SOFTMAX:
+                gl.store(lse_rows, row_lse, mask=there)
+            out = acc.to(dtype)
+            store_rows(o_desc, o_tile, out, q_begin, q_length, row, head * WIDTH)
         else:
             mbarrier.arrive(q_empty.index(slot), count=1)
             for _ in range(high - low):

@@ -1,9 +1,9 @@
 """The forward of jagged attention on Hopper, in Gluon: softmax, or an activation of the scores.
 
-One CTA per SM, persistent. A producer warp loads tiles of Q, K and V with TMA; two consumer
-warpgroups of 64 query rows each keep the product S of one key tile and P·V of the one before it
-in flight together, and compute the weights P meanwhile. Key tiles are taken from the last to the
-first: the last is the only one that a full softmax must mask, and it is the prologue of the
+One CTA per SM, persistent. A producer warp loads tiles of Q, K and V with TMA; two or three
+consumer warpgroups of 64 query rows each keep the product S of one key tile and P·V of the one
+before it in flight together, and compute the weights P meanwhile. Key tiles are taken from the last
+to the first: the last is the only one that a full softmax must mask, and it is the prologue of the
 pipeline anyway. Under a window only tiles on its edges are masked.
 """
 
@@ -40,100 +40,59 @@ def forward_kernel(
     LEFT: gl.constexpr,
     RIGHT: gl.constexpr,
     DTYPE: gl.constexpr,
-    ACTIVATIONS: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    SLOTS: gl.constexpr,
 ):
     """Write out (T, H·D), and under softmax lse (T, H).
 
-    One query tile of 2·ROWS rows and one head an item. ACTIVATIONS is "softmax", or one name of
-    ``gem_attention.activations``, or one a head joined by commas.
+    One query tile of CONSUMERS·ROWS rows and one head an item; SLOTS of these tiles have room.
+    ACTIVATION is "softmax" or a name of ``gem_attention.activations``.
     """
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    q_smem = gl.allocate_shared_memory(DTYPE, [4, ROWS, WIDTH], LAYOUT)
+    q_smem = gl.allocate_shared_memory(DTYPE, [SLOTS * CONSUMERS, ROWS, WIDTH], LAYOUT)
     k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, KEYS, WIDTH], LAYOUT)
     v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, KEYS, WIDTH], LAYOUT)
-    o_smem = gl.allocate_shared_memory(DTYPE, [2, ROWS, WIDTH], LAYOUT)
-    q_full = gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER)
-    q_empty = gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER)
+    o_smem = gl.allocate_shared_memory(DTYPE, [CONSUMERS, ROWS, WIDTH], LAYOUT)
+    q_full = gl.allocate_shared_memory(gl.int64, [SLOTS * CONSUMERS, 1], BARRIER)
+    q_empty = gl.allocate_shared_memory(gl.int64, [SLOTS * CONSUMERS, 1], BARRIER)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    for i in gl.static_range(4):
+    for i in gl.static_range(SLOTS * CONSUMERS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=2)
-        mbarrier.init(v_empty.index(i), count=2)
+        mbarrier.init(k_empty.index(i), count=CONSUMERS)
+        mbarrier.init(v_empty.index(i), count=CONSUMERS)
     bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     smems = (q_smem, k_smem, v_smem, o_smem)
     lists = (tiles, count, q_offsets, k_offsets, batch, q_tokens, k_tokens)
     window = (left, right)
-    gl.warp_specialize(
-        [
-            (
-                consume,
-                (
-                    o_desc,
-                    lse,
-                    smems,
-                    bars,
-                    lists,
-                    window,
-                    scale,
-                    0,
-                    HEADS,
-                    ROWS,
-                    KEYS,
-                    WIDTH,
-                    STAGES,
-                    LEFT,
-                    RIGHT,
-                    ACTIVATIONS,
-                ),
-            ),
-            (
-                consume,
-                (
-                    o_desc,
-                    lse,
-                    smems,
-                    bars,
-                    lists,
-                    window,
-                    scale,
-                    1,
-                    HEADS,
-                    ROWS,
-                    KEYS,
-                    WIDTH,
-                    STAGES,
-                    LEFT,
-                    RIGHT,
-                    ACTIVATIONS,
-                ),
-            ),
-            (
-                produce,
-                (
-                    (q_desc, k_desc, v_desc),
-                    (q_smem, k_smem, v_smem),
-                    bars,
-                    lists,
-                    window,
-                    HEADS,
-                    GROUP,
-                    ROWS,
-                    KEYS,
-                    WIDTH,
-                    STAGES,
-                    LEFT,
-                    RIGHT,
-                ),
-            ),
-        ],
-        [4, 1],
-        [240, 24],
-    )
+    mine = (o_desc, lse, smems, bars, lists, window, scale)
+    loaded = ((q_desc, k_desc, v_desc), smems, bars, lists, window)
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (consume, (mine, 0, CONSUMERS, HEADS, LEFT, RIGHT, ACTIVATION)),
+                (consume, (mine, 1, CONSUMERS, HEADS, LEFT, RIGHT, ACTIVATION)),
+                (produce, (loaded, CONSUMERS, HEADS, GROUP, LEFT, RIGHT)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (mine, 0, CONSUMERS, HEADS, LEFT, RIGHT, ACTIVATION)),
+                (consume, (mine, 1, CONSUMERS, HEADS, LEFT, RIGHT, ACTIVATION)),
+                (consume, (mine, 2, CONSUMERS, HEADS, LEFT, RIGHT, ACTIVATION)),
+                (produce, (loaded, CONSUMERS, HEADS, GROUP, LEFT, RIGHT)),
+            ],
+            [4, 4, 1],
+            [160, 160, 24],
+        )

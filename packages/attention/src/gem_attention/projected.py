@@ -1,0 +1,95 @@
+"""What the layers share: keys and values from tokens, the operator that a spec asks for, checks."""
+
+from torch import Tensor
+
+from gem_attention.contract import AttentionSpec
+from gem_attention.ops import block_attention, generalized_attention, jagged_flash_attention
+from gem_jagged.batch import Layout
+from gem_opkit.errors import ConfigError, ShapeError, refusal
+from gem_precision.layers import Projection
+from gem_precision.norms import rms_normalize
+
+
+def attend(
+    spec: AttentionSpec,
+    q_THK: Tensor,
+    k_SGK: Tensor,
+    v_SGV: Tensor,
+    q_layout: Layout,
+    k_layout: Layout,
+    visible_pairs: int | None,
+) -> Tensor:
+    """Call the operator that the spec asks for."""
+    if spec.pattern == "block":
+        return block_attention(
+            q_THK,
+            k_SGK,
+            v_SGV,
+            q_layout,
+            block_tokens=spec.block_tokens,
+            scale=spec.score_scale,
+            visible_pairs=visible_pairs,
+        )
+    if spec.activation != "softmax":
+        return generalized_attention(
+            q_THK,
+            k_SGK,
+            v_SGV,
+            q_layout,
+            k_layout,
+            activation=spec.activation,
+            scale=spec.score_scale,
+            window=spec.window,
+            visible_pairs=visible_pairs,
+        )
+    return jagged_flash_attention(
+        q_THK,
+        k_SGK,
+        v_SGV,
+        q_layout,
+        k_layout,
+        window=spec.window,
+        scale=spec.score_scale,
+        visible_pairs=visible_pairs,
+    )
+
+
+def keys_and_values(spec: AttentionSpec, kv: Projection, x_SD: Tensor) -> tuple[Tensor, Tensor]:
+    """Project keys and values, (S, G, K) each; keys are normalised where the spec says so."""
+    both = kv(x_SD).view(x_SD.shape[0], 2 * spec.key_heads, spec.head_dim)
+    k_SGK, v_SGV = both.split((spec.key_heads, spec.key_heads), dim=1)
+    return (rms_normalize(k_SGK) if spec.qk_norm else k_SGK), v_SGV
+
+
+def constant_layout(batch: int, count: int, like: Layout) -> Layout:
+    """Return the layout of ``count`` tokens for each sequence, beside the offsets of ``like``."""
+    offsets_O = like.offsets_O
+    return Layout.constant(batch, count, device=offsets_O.device, dtype=offsets_O.dtype)
+
+
+def check_full(op: str, spec: AttentionSpec, *, allowed: tuple[str, ...] = ("full",)) -> None:
+    """Refuse a pattern that is not allowed, and rotations."""
+    for name, value, good in (
+        ("pattern", spec.pattern, allowed),
+        ("rotary", spec.rotary, ("none",)),
+    ):
+        if value not in good:
+            raise ConfigError(
+                refusal(
+                    op, name, must=f"be {' or '.join(good)}", got=value, fix="give it its own spec"
+                )
+            )
+
+
+def check_batch(op: str, name: str, batch: int, layout: Layout) -> None:
+    """Refuse what has not one row for each sequence."""
+    if batch != layout.batch:
+        raise ShapeError(
+            refusal(
+                op,
+                name,
+                must=f"have one row for each of the {layout.batch} sequences",
+                got=batch,
+                fix="pass the rows of the same examples",
+            )
+        )

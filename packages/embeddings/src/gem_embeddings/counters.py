@@ -1,0 +1,134 @@
+"""What tables were asked for: ids, different rows, ids outside, empty examples, counted by table.
+
+Every kind of table counts the same things in the same words, so that logs and tests can compare
+them. Counts are of one rank and of training: an evaluation leaves them as they are.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, fields
+
+import torch
+from torch import Tensor
+
+from gem_embeddings.contract import TableSpec
+
+
+@dataclass(frozen=True, slots=True)
+class TableCounts:
+    """Counts of one table.
+
+    Attributes:
+        looked_up: ids that were looked up.
+        unique: different rows that a call read, summed over calls; ``looked_up / unique`` says how
+            often a row that has been fetched is used.
+        out_of_range: ids outside the rows, which were read as the nearest row or as zeros.
+        empty_bags: examples of pooled features without an id, whose vector is zeros.
+        clipped: those of ``out_of_range`` that were read as the nearest row.
+    """
+
+    looked_up: int = 0
+    unique: int = 0
+    out_of_range: int = 0
+    empty_bags: int = 0
+    clipped: int = 0
+
+    def __add__(self, other: "TableCounts") -> "TableCounts":
+        """Add up, count by count."""
+        return TableCounts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+
+COUNTS: tuple[str, ...] = tuple(field.name for field in fields(TableCounts))
+
+
+# Where counts stood: those of the host and those of the device, by table.
+Mark = tuple[Mapping[str, Sequence[int]], Mapping[str, Tensor]]
+
+
+class TableCounters:
+    """Counts of several tables, of which a device is asked only when they are read.
+
+    Numbers that the host knows anyway are added on the host; the number of ids outside a table,
+    which only the device knows, is added there and nothing waits for it.
+
+    Args:
+        tables: the tables; what ``clipped`` counts follows from their ``out_of_range``.
+    """
+
+    def __init__(self, tables: Sequence[TableSpec]) -> None:
+        self._clips = {table.name: table.out_of_range == "clamp" for table in tables}
+        # looked_up, unique, empty_bags; lists, since each feature of each step adds to them.
+        self._host = {table: [0, 0, 0] for table in self._clips}
+        self._outside: dict[str, Tensor] = {}
+
+    def add(self, table: str, *, looked_up: int = 0, unique: int = 0, empty_bags: int = 0) -> None:
+        """Add what the host knows.
+
+        Args:
+            table: name of the table.
+            looked_up: ids.
+            unique: different rows of them.
+            empty_bags: examples without ids.
+        """
+        counts = self._host[table]
+        counts[0] += looked_up
+        counts[1] += unique
+        counts[2] += empty_bags
+
+    def add_outside(self, table: str, count: Tensor) -> None:
+        """Add ids outside the rows.
+
+        Args:
+            table: name of the table.
+            count: int64 scalar on any device; read later, so nothing else may write to it.
+        """
+        before = self._outside.get(table)
+        self._outside[table] = count if before is None else before.to(count.device) + count
+
+    def read(self) -> dict[str, TableCounts]:
+        """Return all counts, by table. Waits for the device where ids outside were counted there.
+
+        Returns:
+            table name -> counts since they were last taken.
+        """
+        outside = dict.fromkeys(self._host, 0)
+        if self._outside:
+            # One wait for all tables of a device.
+            found = torch.stack(list(self._outside.values())).tolist()
+            outside.update(zip(self._outside, found, strict=True))
+        return {
+            table: TableCounts(
+                looked_up=looked_up,
+                unique=unique,
+                out_of_range=outside[table],
+                empty_bags=empty_bags,
+                clipped=outside[table] if self._clips[table] else 0,
+            )
+            for table, (looked_up, unique, empty_bags) in self._host.items()
+        }
+
+    def take(self) -> dict[str, TableCounts]:
+        """Return all counts and begin at 0 again.
+
+        Returns:
+            as ``read``.
+        """
+        found = self.read()
+        self.return_to(({}, {}))
+        return found
+
+    def mark(self) -> Mark:
+        """Remember where the counts stand, without reading them; ``return_to`` undoes what follows.
+
+        Returns:
+            something that ``return_to`` takes.
+        """
+        return {table: list(counts) for table, counts in self._host.items()}, dict(self._outside)
+
+    def return_to(self, mark: Mark) -> None:
+        """Forget what has been counted since a mark, such as a step that is done again.
+
+        Args:
+            mark: from ``mark``, of these counters.
+        """
+        self._host = {table: list(mark[0].get(table, (0, 0, 0))) for table in self._clips}
+        self._outside = dict(mark[1])

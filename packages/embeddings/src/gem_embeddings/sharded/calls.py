@@ -1,0 +1,105 @@
+"""One call of the engine: what is kept of it, and how autograd reaches rows that are no inputs."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gem_embeddings.engine import StartedLookup
+from gem_embeddings.sharded.direct import Part
+from gem_embeddings.sharded.exchange import Arrived
+from gem_embeddings.sharded.places import OP
+from gem_embeddings.sharded.requests import Request
+from gem_opkit.errors import ConfigError, refusal
+
+
+class Started(StartedLookup):
+    """A started call of this engine."""
+
+    def __init__(self, request: Request, arrived: Arrived, parts: list[Part] | None) -> None:
+        self.request, self.arrived, self.parts = request, arrived, parts
+        self.looked_up = self.learned = False
+
+    def begin_to_learn(self) -> None:
+        """Refuse a second backward pass."""
+        if self.learned:
+            raise ConfigError(
+                refusal(
+                    OP,
+                    "backward",
+                    must="run once for each forward, because it moves rows",
+                    got="a second one",
+                    fix="add the losses up, or look up again",
+                )
+            )
+        self.learned = True
+
+
+class Exchange(torch.autograd.Function):
+    """Vectors of rows forward; backward their gradients, which move the rows."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, engine: Any, started: Started) -> Tensor:
+        """Fetch the vectors."""
+        ctx.engine, ctx.started = engine, started
+        return engine.fetch(started.arrived)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+        """Move the rows."""
+        ctx.started.begin_to_learn()
+        ctx.engine.learn(ctx.started.arrived, grads[0])
+        return None, None, None
+
+
+class Pool(torch.autograd.Function):
+    """Outputs of one rank's own rows forward; backward their gradients, which move the rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: Tensor,
+        engine: Any,
+        started: Started,
+        *weights: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        """Pool the rows."""
+        ctx.engine, ctx.started = engine, started
+        ctx.save_for_backward(*weights)
+        return tuple(engine.pool(started.parts or (), weights))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Move the rows."""
+        ctx.started.begin_to_learn()
+        found = ctx.engine.learn_directly(ctx.started.parts, ctx.saved_tensors, grads)
+        return None, None, None, *found
+
+
+def check_started(started: StartedLookup, weights: Mapping[str, Tensor] | None) -> None:
+    """Refuse a lookup that was given twice, or weights that come too late.
+
+    Args:
+        started: what ``forward`` got in place of ids.
+        weights: what it got besides.
+
+    Raises:
+        ConfigError: either of the two.
+    """
+    if weights is not None:
+        raise ConfigError(
+            refusal(
+                OP,
+                "weights",
+                must="be given to start, with the ids",
+                got="weights in forward",
+                fix="leave them out here",
+            )
+        )
+    if isinstance(started, Started) and started.looked_up:
+        raise ConfigError(
+            refusal(
+                OP, "ids", must="be looked up once", got="a second forward", fix="start them anew"
+            )
+        )

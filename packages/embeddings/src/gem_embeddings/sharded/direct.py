@@ -1,0 +1,234 @@
+"""The short way of a sharding group of one rank: rows are pooled where they lie, and moved so.
+
+With nobody to send to, different rows need not be picked out: one launch pools all features of a
+store, and one merges their gradients and moves the rows. Pooled features whose numbers of examples
+differ go the long way, through vectors of different rows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gem_embeddings.contract import OptimizerSpec
+from gem_embeddings.ops import (
+    FeatureSlot,
+    TableLayout,
+    TableSlot,
+    id_weight_gradient,
+    table_lookup,
+    table_update,
+)
+from gem_embeddings.sharded.places import Places
+from gem_embeddings.sharded.requests import Features, Request
+from gem_embeddings.sharded.storage import RowStore
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What of a call belongs to one store.
+
+    Attributes:
+        index: of the store.
+        members: indices of its features.
+        ids_I: their ids as rows of their shards, -1 for one that is read as zeros.
+        bags_O: first id of each bag of each feature, and the end.
+        counts: ids of each feature.
+        longest: the most ids of a bag.
+    """
+
+    index: int
+    members: tuple[int, ...]
+    ids_I: Tensor
+    bags_O: Tensor
+    counts: list[int]
+    longest: int
+
+
+class Direct:
+    """Look up and move rows of one rank.
+
+    Args:
+        places: where the tables lie: all on this rank.
+        stores: their rows.
+        features: who looks them up.
+        optimizer: how rows learn.
+        seed: of rounding.
+    """
+
+    def __init__(
+        self,
+        places: Places,
+        stores: Sequence[RowStore],
+        features: Features,
+        optimizer: OptimizerSpec,
+        *,
+        seed: int,
+    ) -> None:
+        self._places, self._stores, self._features = places, tuple(stores), features
+        self._optimizer, self._seed = optimizer, seed
+        holder: dict[int, tuple[int, int]] = {}
+        for index, store in enumerate(self._stores):
+            for slot, shard in enumerate(store.shards):
+                holder[shard.table] = (index, slot)
+        self._members = [
+            tuple(i for i, f in enumerate(features.features) if holder[f.table][0] == index)
+            for index in range(len(self._stores))
+        ]
+        self._layouts = [
+            TableLayout(
+                tuple(
+                    TableSlot(first * store.width, shard.rows, store.width, first)
+                    for shard, first in zip(store.shards, store.first_rows, strict=True)
+                ),
+                tuple(
+                    FeatureSlot(holder[features.features[i].table][1], features.features[i].pooling)
+                    for i in members
+                ),
+            )
+            for store, members in zip(self._stores, self._members, strict=True)
+        ]
+
+    def parts(self, request: Request) -> list[Part] | None:
+        """Take a request apart by store.
+
+        Args:
+            request: the ids.
+
+        Returns:
+            the parts; None where pooled features have different numbers of examples.
+        """
+        pooled = [
+            batch
+            for batch, feature in zip(request.batches, self._features.features, strict=True)
+            if feature.pooling != "none"
+        ]
+        sizes = {batch.batch for batch in pooled}
+        if len(sizes) > 1:
+            return None
+        batch = sizes.pop() if sizes else 1
+        if batch == 0 and request.keys_I.shape[0]:
+            # Ids without pooling beside pooled features without examples.
+            return None
+        first_key = self._places.first_key
+        counts = [given.total_tokens for given in request.batches]
+        begins = [first_key[feature.table] for feature in self._features.features]
+        rows_I = self._features.counted_from(request, request.keys_I, begins)
+        rows = rows_I.split(counts)
+        found: list[Part] = []
+        for index, members in enumerate(self._members):
+            ids_I = rows_I if len(members) == len(counts) else torch.cat([rows[i] for i in members])
+            longest = [
+                request.batches[i].max_length
+                for i in members
+                if self._features.features[i].pooling != "none"
+            ]
+            found.append(
+                Part(
+                    index,
+                    members,
+                    ids_I,
+                    self._features.bags(request, members, batch),
+                    [counts[i] for i in members],
+                    max(longest, default=0),
+                )
+            )
+        return found
+
+    def look_up(self, parts: Sequence[Part], weights: Sequence[Tensor | None]) -> list[Tensor]:
+        """Pool rows.
+
+        Args:
+            parts: of the call.
+            weights: of the ids of each part.
+
+        Returns:
+            the flat output of each part, fp32.
+        """
+        return [
+            table_lookup(
+                self._stores[part.index].weights.whole,
+                part.ids_I,
+                part.bags_O,
+                self._layouts[part.index],
+                counts=part.counts,
+                id_weights_I=weight,
+                longest=part.longest,
+                out_dtype=torch.float32,
+            )[0]
+            for part, weight in zip(parts, weights, strict=True)
+        ]
+
+    def learn(
+        self,
+        parts: Sequence[Part],
+        weights: Sequence[Tensor | None],
+        grads: Sequence[Tensor],
+        *,
+        lr: float,
+        step: int,
+    ) -> list[Tensor | None]:
+        """Move rows, and differentiate by the weights of ids.
+
+        Args:
+            parts: of the call.
+            weights: of the ids of each part.
+            grads: gradients of what ``look_up`` returned.
+            lr: learning rate.
+            step: of the tables, this one included.
+
+        Returns:
+            the gradient of each part's weights, where they need one.
+        """
+        found: list[Tensor | None] = []
+        for part, weight, grad in zip(parts, weights, grads, strict=True):
+            store, layout = self._stores[part.index], self._layouts[part.index]
+            where = (part.ids_I, part.bags_O)
+            found.append(None)
+            if weight is not None and weight.requires_grad:
+                # By the rows that were looked up, so before they move.
+                found[-1] = id_weight_gradient(
+                    grad, store.weights.whole, *where, layout, counts=part.counts
+                )
+            table_update(
+                store.weights.whole,
+                [state.whole for state in store.states.values()],
+                *where,
+                grad,
+                layout,
+                counts=part.counts,
+                spec=self._optimizer,
+                lr=lr,
+                step=step,
+                id_weights_I=weight,
+                seed=self._seed,
+            )
+        return found
+
+    def outputs(
+        self, request: Request, parts: Sequence[Part], flats: Sequence[Tensor]
+    ) -> dict[str, Tensor]:
+        """View flat outputs by feature.
+
+        Args:
+            request: the ids.
+            parts: of the call.
+            flats: the flat output of each part.
+
+        Returns:
+            feature -> output.
+        """
+        features = self._features.features
+        found: dict[str, Tensor] = {}
+        for part, flat in zip(parts, flats, strict=True):
+            batch = (part.bags_O.shape[0] - 1) // max(1, len(part.members))
+            shapes = self._layouts[part.index].output_shapes(batch, part.counts)
+            views = flat.split([rows * width for rows, width in shapes])
+            for index, view, shape in zip(part.members, views, shapes, strict=True):
+                found[features[index].name] = view.view(shape)
+        return {feature.name: found[feature.name] for feature in features}
+
+    def weights(self, request: Request, parts: Sequence[Part]) -> list[Tensor | None]:
+        """Return the weights of the ids of each part."""
+        return [self._features.id_weights(request, part.members) for part in parts]
