@@ -1,20 +1,24 @@
 """Lookups of ranking models, our kernels on them, and fbgemm's fused tables as the peer.
 
+Shared by ``bench_table_lookup`` and ``bench_table_update``.
+
 Ids are drawn by a bounded Zipf law with exponent 1.05, scattered over the rows, or uniformly.
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gem_embeddings.contract import OptimizerSpec
-from gem_embeddings.kernels.table_lookup.cases import TableCase
+from gem_embeddings.kernels.table_lookup.cases import CASES, TableCase
 from gem_embeddings.kernels.table_lookup.cost import table_lookup_cost
 from gem_embeddings.kernels.table_update.cost import table_update_cost
 from gem_embeddings.ops import TableLayout, table_lookup, table_update
+from gem_opkit.bench import BenchCase
+from gem_opkit.bench_scripts import Group
 from gem_opkit.cost import Cost
 
 SPEC = OptimizerSpec(kind="rowwise_adagrad", lr=0.01)
@@ -170,3 +174,22 @@ def fbgemm_calls(work: FusedWork) -> dict[str, Callable[[], Any]]:
     except ImportError:
         return {}
     return {"forward": peer.forward, "update": peer.update}
+
+
+def shapes_of(case: TableCase) -> dict[str, Any]:
+    """Return what a reader needs to repeat a case."""
+    return {
+        "tables": case.tables,
+        "rows": case.rows,
+        "examples": case.examples,
+        "ids": case.ids,
+        "width": case.width,
+        "pooling": case.pooling,
+        "zipf": case.zipf,
+    }
+
+
+def groups_of(device: str, make: Callable[[FusedWork], BenchCase]) -> Iterable[Group]:
+    """Return a group of one row for each case that the device takes."""
+    for case in (case for case in CASES if device.startswith(case.device)):
+        yield case.name, lambda case=case: [make(FusedWork(case, device))]

@@ -11,7 +11,7 @@ from gem_embeddings.ops import id_weight_gradient, table_lookup, table_update
 from gem_opkit.launched import kernels_of, launched_kernels
 from gem_opkit.testing import check_budget, poisoned_empty
 
-sys.path.insert(0, str(Path(__file__).parent / "kernels"))
+sys.path.insert(0, str(Path(__file__).parent))
 
 from table_calls import batch_of
 

@@ -160,7 +160,7 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 _forward.register_autograd(_differentiate, setup_context=_save)
 
 
-def _numbers(bags_O: Tensor, slots: Sequence[int], counts: Sequence[int]) -> dict[str, list[int]]:
+def _numbers(bags_O: Tensor, slots: Sequence[int], counts: Sequence[int]) -> dict[str, Any]:
     # How many rows differ is not known on the host: all of them, at most.
     sizes = _sizes(bags_O, slots, counts)
     return {

@@ -106,7 +106,7 @@ def check_kernel(batch, spec, **options):
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=spec_id)
-def test_reference_follows_the_rule(spec):
+def test_reference_gradients(spec):
     batch = batch_of(LENGTHS)
     for got, expected in zip(
         updated(batch, spec, dtype=torch.float64), rule_by_hand(batch, spec), strict=True
@@ -175,23 +175,6 @@ def test_kernel_on_gpu(spec):
     assert all(torch.equal(a, b) for a, b in zip(*again, strict=True))
 
 
-@pytest.mark.gpu
-def test_nothing_waits_for_the_device():
-    batch = [x.cuda() if isinstance(x, torch.Tensor) else x for x in batch_of(LENGTHS)]
-    weights, ids, bags, id_weights, layout, counts = batch
-    grad, (state,) = grad_of(*batch_of(LENGTHS)).cuda(), states_of(SPECS[0], layout)
-    state = state.cuda()
-    for mode in ("default", "error"):
-        torch.cuda.set_sync_debug_mode(mode)
-        try:
-            table_update(
-                weights, [state], ids, bags, grad, layout, counts=counts, spec=SPECS[0],
-                id_weights_I=id_weights,
-            )  # fmt: skip
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.parametrize("case", LENGTH_CASES, ids=length_case_id)
 def test_ragged_edges(case):
     batch = batch_of(case.lengths)
@@ -239,6 +222,23 @@ def test_refuses():
     check_refuses(
         [(lambda c=c: table_update(**{**given, **c}), error, text) for c, error, text in changes]
     )
+
+
+@pytest.mark.gpu
+def test_nothing_waits_for_the_device():
+    batch = [x.cuda() if isinstance(x, torch.Tensor) else x for x in batch_of(LENGTHS)]
+    weights, ids, bags, id_weights, layout, counts = batch
+    grad, (state,) = grad_of(*batch_of(LENGTHS)).cuda(), states_of(SPECS[0], layout)
+    state = state.cuda()
+    for mode in ("default", "error"):
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            table_update(
+                weights, [state], ids, bags, grad, layout, counts=counts, spec=SPECS[0],
+                id_weights_I=id_weights,
+            )  # fmt: skip
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=spec_id)
