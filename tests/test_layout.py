@@ -42,7 +42,7 @@ TIMING_FIELDS = {
 # Benchmarks of whole runs: their rows hold metrics and speed of training, not one operator's time.
 RUN_BENCHES = {
     *("quality", "metrics", "faults", "long_histories", "reader"),
-    *("large_tables", "two_ranks"),
+    *("large_tables", "fully_sharded"),
 }
 
 # A drawer: its name says nothing of what is in it.

@@ -1,0 +1,180 @@
+"""Two sharding groups on two GPUs: plain 2D beside fully sharded 2D, time of a step and memory.
+
+26 tables feed a dense part of twelve wide layers. The variants train in turn in one process, the ids
+of the next batch under way while one trains. Run
+
+    torchrun --nproc-per-node 2 packages/embeddings/benchmarks/fully_sharded.py
+
+in the repository's root, with ``--results FILE`` to make rows of its figures. Without GPUs it runs
+a small case over gloo, which proves the script and measures nothing.
+"""
+
+import argparse
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gem_embeddings.contract import OptimizerSpec, TableSpec
+from gem_embeddings.engine import StartedLookup, build_tables
+from gem_embeddings.plan import place_tables
+from gem_embeddings.sharded.engine import TorchTables
+from gem_jagged.batch import Jagged
+from gem_opkit.bench import provenance, write_rows
+from gem_parallel.launch import World, process_group
+
+GPU = torch.cuda.is_available()
+TABLES, ROWS, WIDTH, EXAMPLES, IDS = (26, 200_000, 128, 8192, 10) if GPU else (3, 500, 16, 64, 5)
+LAYERS, DENSE_WIDTH = (12, 8192) if GPU else (2, 64)
+ROUNDS, STEPS = 4, 4
+# What follows a step: a mean, nothing, rows gathered ahead.
+VARIANTS = ("plain", "no sync", "fully sharded", "gathered ahead")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--results", type=Path, help="file of rows to write")
+    given = parser.parse_args()
+    with process_group("cuda" if GPU else "cpu") as world:
+        rows = measure(world)
+        if world.is_first:
+            for row in rows:
+                print(row)
+            if given.results:
+                name = torch.cuda.get_device_name() if GPU else "cpu"
+                origin = {"device": f"2 x {name}", **provenance()}
+                write_rows(given.results, [{**row, **origin} for row in rows])
+
+
+def measure(world: World) -> list[dict[str, Any]]:
+    batches = [ids_of(world, step) for step in range(2)]
+    net = dense(world)
+    plain, sliced = (engine_of(world, fully_sharded=fully) for fully in (False, True))
+    engines = {name: plain if name in ("plain", "no sync") else sliced for name in VARIANTS}
+    took: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    for turn in range(ROUNDS + 1):
+        for name, engine in engines.items():
+            times = timed(engine, net, batches, name)
+            # The first turn compiles kernels, the first step of each warms up.
+            took[name] += times[1:] if turn else []
+    rows = []
+    for name, engine in engines.items():
+        other = sliced if engine is plain else plain
+        timed(sliced, net, batches, "fully sharded")  # leaves nothing gathered
+        if GPU:
+            torch.cuda.reset_peak_memory_stats()
+        timed(engine, net, batches, name)
+        held = engine.resident_bytes()
+        peak = torch.cuda.max_memory_allocated() - other.resident_bytes() if GPU else None
+        rows.append(
+            {
+                "bench": "fully_sharded",
+                "case": name,
+                "ms": median(took[name]),
+                "over_plain": median(took[name]) / median(took["plain"]),
+                "rows_bytes_after_step": held,
+                "peak_bytes": peak,
+                "ids": sum(batch.total_tokens for batch in batches[0].values()),
+            }
+        )
+    return rows
+
+
+def engine_of(world: World, *, fully_sharded: bool) -> TorchTables:
+    specs = [
+        TableSpec(
+            name=f"t{i}", embedding_dim=WIDTH, num_embeddings=ROWS, feature_names=(f"f{i}",),
+            id_space="hash",
+        )
+        for i in range(TABLES)
+    ]  # fmt: skip
+    rule = OptimizerSpec(lr=0.01, moment_scale=float(world.size))
+    plan = place_tables(
+        specs,
+        {spec.name: "table_wise" for spec in specs},
+        table_shard=1,
+        table_replicate=world.size,
+        fully_sharded=fully_sharded,
+        optimizer=rule,
+    )
+    engine = build_tables(specs, (), plan, rule, world)
+    if not isinstance(engine, TorchTables):
+        raise TypeError(type(engine))
+    return engine
+
+
+def ids_of(world: World, step: int) -> dict[str, Jagged]:
+    draw = torch.Generator().manual_seed(10 * step + world.rank)
+    found: dict[str, Jagged] = {}
+    for index in range(TABLES):
+        lengths = torch.randint(0, 2 * IDS + 1, (EXAMPLES,), generator=draw)
+        skewed = torch.rand(int(lengths.sum()), generator=draw) ** -1.2
+        values = skewed.clamp(max=2.0**40).to(torch.int64)
+        found[f"f{index}"] = Jagged.from_lengths(values, lengths).to(world.device)
+    return found
+
+
+def dense(world: World) -> nn.Sequential:
+    widths = [TABLES * WIDTH, *[DENSE_WIDTH] * LAYERS]
+    layers: list[nn.Module] = []
+    for fan_in, fan_out in zip(widths, widths[1:], strict=False):
+        layers += [nn.Linear(fan_in, fan_out, bias=False), nn.ReLU()]
+    return nn.Sequential(*layers).to(world.device, torch.bfloat16)
+
+
+def timed(
+    engine: TorchTables, net: nn.Sequential, batches: list[dict[str, Jagged]], name: str
+) -> list[float]:
+    """Milliseconds of each of some steps."""
+    started = engine.start(batches[0])
+    times: list[float] = []
+    for step in range(STEPS):
+        wait()
+        begun = time.perf_counter()
+        started = train(engine, net, started, batches[(step + 1) % len(batches)], name)
+        wait()
+        times.append((time.perf_counter() - begun) * 1e3)
+        net.zero_grad()
+    return times
+
+
+def train(
+    engine: TorchTables,
+    net: nn.Sequential,
+    started: StartedLookup,
+    following: dict[str, Jagged],
+    name: str,
+) -> StartedLookup:
+    vectors = engine(started)
+    coming = engine.start(following)
+    x_BD = torch.cat([vector.to(torch.bfloat16) for vector in vectors.values()], dim=1)
+    middle_BF = net[:LAYERS](x_BD)
+    ahead = name == "gathered ahead"
+    if ahead:
+
+        def gather(_: Tensor) -> None:
+            engine.gather_ahead(backward=True)
+
+        middle_BF.register_hook(gather)
+    net[LAYERS:](middle_BF).float().square().mean().backward()
+    if name == "plain":
+        engine.sync()
+    if ahead:
+        engine.gather_ahead(backward=False)
+    with torch.no_grad():
+        for param in net.parameters():
+            if param.grad is not None:
+                param.sub_(param.grad, alpha=1e-4)
+    return coming
+
+
+def wait() -> None:
+    if GPU:
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()
