@@ -1,7 +1,7 @@
 """Two sharding groups on two GPUs: plain 2D beside fully sharded 2D, time of a step and memory.
 
-26 tables feed a dense part of twelve wide layers. The variants train in turn in one process, the ids
-of the next batch under way while one trains. Run
+26 tables feed a dense part of twelve wide layers. The variants train in turn in one process, the
+ids of the next batch under way while one trains. Run
 
     torchrun --nproc-per-node 2 packages/embeddings/benchmarks/fully_sharded.py
 
@@ -11,6 +11,7 @@ a small case over gloo, which proves the script and measures nothing.
 
 import argparse
 import time
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -120,7 +121,7 @@ def ids_of(world: World, step: int) -> dict[str, Jagged]:
 def dense(world: World) -> nn.Sequential:
     widths = [TABLES * WIDTH, *[DENSE_WIDTH] * LAYERS]
     layers: list[nn.Module] = []
-    for fan_in, fan_out in zip(widths, widths[1:], strict=False):
+    for fan_in, fan_out in pairwise(widths):
         layers += [nn.Linear(fan_in, fan_out, bias=False), nn.ReLU()]
     return nn.Sequential(*layers).to(world.device, torch.bfloat16)
 
