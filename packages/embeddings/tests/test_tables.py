@@ -9,7 +9,7 @@ from gem_embeddings.hashing import hash_to_rows
 from gem_embeddings.lookup import sum_by_row, unique_rows
 from gem_embeddings.tables import EmbeddingTables
 from gem_jagged.batch import Jagged
-from gem_opkit.errors import ConfigError, DataError, DtypeError, ShapeError
+from gem_opkit.errors import ConfigError, DataError, DtypeError, ShapeError, UnsupportedError
 from gem_opkit.testing import LENGTH_CASES, check_refuses, length_case_id, poisoned_empty
 
 POOLINGS = ["sum", "mean", "none"]
@@ -555,3 +555,9 @@ def test_gpu_equals_cpu(pooling, policy):
     out.sum().backward()
     torch.testing.assert_close(out.cpu(), expected)
     torch.testing.assert_close(tables.weights["item"].grad.to_dense().cpu(), expected_grad)
+
+
+def test_narrow_rows_are_not_held_as_wide_ones():
+    spec = TableSpec(name="t", embedding_dim=4, num_embeddings=3, row_dtype="bf16")
+    with pytest.raises(UnsupportedError, match="row_dtype of table 't' must be fp32; got bf16"):
+        EmbeddingTables([spec])

@@ -29,7 +29,7 @@ def forward_kernel(
 
 @pytest.fixture
 def sources(tmp_path):
-    for name, text in (("a", "def other_kernel(\n" * 9), ("b", SOURCE)):
+    for name, text in (("a", "def other_kernel():\n    pass\n" * 9), ("b", SOURCE)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "kernel_sm90.py").write_text(text)
     return sorted(tmp_path.rglob("*.py"))
@@ -54,6 +54,16 @@ def test_the_dispatch_of_warps_is_told_apart(sources):
 def test_a_race_of_the_kernel_is_not(sources, there, instead):
     (race,) = races_in(DISPATCH.replace(there, instead) + SUMMARY)
     assert not is_dispatch(race, sources)
+
+
+def test_a_choice_between_calls_is_the_call(sources):
+    choice = SOURCE.replace("    gl.warp", "    if WIDE:\n        gl.warp").replace(
+        "    )\n", "        )\n"
+    )
+    for name, text in (("only calls", choice), ("more", choice + "        x = 2\n")):
+        sources[1].write_text(text)
+        (race,) = races_in(DISPATCH + SUMMARY)
+        assert is_dispatch(race, sources) == (name == "only calls")
 
 
 def test_nothing_follows_from_a_run_that_was_cut_short():

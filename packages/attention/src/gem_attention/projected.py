@@ -3,7 +3,9 @@
 from torch import Tensor
 
 from gem_attention.contract import AttentionSpec
-from gem_attention.ops import block_attention, generalized_attention, jagged_flash_attention
+from gem_attention.kernels.block_attention.op import block_attention
+from gem_attention.kernels.generalized_attention.op import generalized_attention
+from gem_attention.kernels.jagged_flash_attention.op import jagged_flash_attention
 from gem_jagged.batch import Layout
 from gem_opkit.errors import ConfigError, ShapeError, refusal
 from gem_precision.layers import Projection

@@ -100,9 +100,19 @@ def checked_ids(op: str, name: str, ids: Mapping[str, Jagged]) -> Tensor:
 
     Raises:
         DataError: the feature is missing.
-        DtypeError: not a ``Jagged``, or not int32 or int64.
+        DtypeError: not a dict, not a ``Jagged``, or not int32 or int64.
         ShapeError: another number of ids than the lengths say.
     """
+    if not isinstance(ids, Mapping):
+        raise DtypeError(
+            refusal(
+                op,
+                "ids",
+                must="be a dict of features",
+                got=type(ids).__name__,
+                fix="give each feature its Jagged by name",
+            )
+        )
     if name not in ids:
         raise DataError(
             refusal(
@@ -164,11 +174,21 @@ def checked_weight(
 
     Raises:
         ShapeError: another number of weights than of ids.
-        DtypeError: not floating point.
+        DtypeError: not a tensor, or not floating point.
     """
     weight = weights.get(name)
     if weight is None:
         return None
+    if not isinstance(weight, Tensor):
+        raise DtypeError(
+            refusal(
+                op,
+                f"weights[{name!r}]",
+                must="be a tensor",
+                got=type(weight).__name__,
+                fix="pass one weight for each id as a tensor",
+            )
+        )
     if weight.shape != ids[name].values.shape:
         raise ShapeError(
             refusal(

@@ -42,7 +42,8 @@ def plan_tables(
         UnsupportedError: only cuts are allowed that the engine of ``planning`` does not have.
     """
     if planning is None:
-        return place_tables(tables, {}, table_shard=ranks or 1, optimizer=optimizer)
+        whole = 1 if ranks is None else ranks
+        return place_tables(tables, {}, table_shard=whole, optimizer=optimizer)
     return explain_tables(tables, lookups, ranks=ranks, optimizer=optimizer, planning=planning).plan
 
 

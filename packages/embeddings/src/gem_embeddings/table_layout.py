@@ -7,6 +7,7 @@ at the row's number over all tables, or one value an element at the element's pl
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from gem_embeddings.contract import Pooling
 from gem_opkit.errors import ConfigError, refusal
@@ -56,8 +57,8 @@ class TableLayout:
         features: the features; several may look up one table.
 
     Raises:
-        ConfigError: a feature without its table, an unknown pooling, a negative place or a width
-            of 0.
+        ConfigError: a feature without its table, an unknown pooling, a negative place, a width of
+            0, or tables that overlap.
     """
 
     tables: tuple[TableSlot, ...]
@@ -67,6 +68,13 @@ class TableLayout:
         for index, table in enumerate(self.tables):
             if min(table.offset, table.rows, table.row_offset) < 0 or table.width < 1:
                 _refuse(f"tables[{index}]", "have places of at least 0 and a width above 0", table)
+        # Two tables in one place would be moved by each other's gradients.
+        elements = [(t.offset, t.offset + t.rows * t.width) for t in self.tables if t.rows]
+        rows = [(t.row_offset, t.row_offset + t.rows) for t in self.tables if t.rows]
+        for what, ranges in (("elements", sorted(elements)), ("row numbers", sorted(rows))):
+            for before, after in pairwise(ranges):
+                if after[0] < before[1]:
+                    _refuse("tables", f"have {what} of their own", f"{before} and {after}")
         for index, feature in enumerate(self.features):
             if not 0 <= feature.table < len(self.tables):
                 _refuse(f"features[{index}].table", f"be below {len(self.tables)}", feature.table)

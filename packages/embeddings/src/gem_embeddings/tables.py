@@ -27,6 +27,7 @@ from gem_embeddings.inputs import (
 )
 from gem_embeddings.lookup import FeatureLookup, look_up, take_sparse_notice
 from gem_jagged.batch import Jagged
+from gem_opkit.errors import UnsupportedError, refusal
 
 _NAME = "EmbeddingTables"
 
@@ -62,6 +63,7 @@ class EmbeddingTables(nn.Module):
 
     Raises:
         ConfigError: tables or lookups that contradict each other.
+        UnsupportedError: a table whose ``row_dtype`` is not fp32; the engines hold those.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class EmbeddingTables(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        _refuse_narrow_rows(tables)
         take_sparse_notice()
         features = features_of_tables(_NAME, tables, lookups)
         self._tables = tuple(
@@ -258,6 +261,20 @@ class EmbeddingTables(nn.Module):
 
 def _count_unique(counts: TableCounters, table: str, rows: int) -> None:
     counts.add(table, unique=rows)
+
+
+def _refuse_narrow_rows(tables: Sequence[TableSpec]) -> None:
+    for spec in tables:
+        if spec.row_dtype != "fp32":
+            raise UnsupportedError(
+                refusal(
+                    _NAME,
+                    f"row_dtype of table {spec.name!r}",
+                    must="be fp32",
+                    got=spec.row_dtype,
+                    fix="hold it in an engine: gem_embeddings.engine.build_tables",
+                )
+            )
 
 
 def _key(name: str) -> str:

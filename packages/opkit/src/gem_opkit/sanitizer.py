@@ -8,6 +8,7 @@ other by its places: the first line of the kernel, and the line of the call.
 """
 
 import argparse
+import ast
 import re
 import sys
 from collections.abc import Collection
@@ -87,14 +88,24 @@ def _is_dispatch_access(access: str, sources: Collection[Path]) -> bool:
     for file in sources:
         if file.name != place["file"]:
             continue
-        lines = file.read_text(encoding="utf-8").splitlines()
-        number = int(place["line"])
-        if number > len(lines) or f"def {place['kernel']}(" not in "\n".join(lines):
-            continue
-        line = lines[number - 1].strip()
-        if line.startswith((f"def {place['kernel']}(", "gl.warp_specialize(")):
-            return True
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and node.name == place["kernel"]:
+                calls = [s.lineno for s in ast.walk(node) if isinstance(s, ast.stmt) and _sends(s)]
+                if int(place["line"]) in (node.lineno, *calls):
+                    return True
     return False
+
+
+def _sends(statement: ast.stmt) -> bool:
+    """Tell whether a statement is a call of ``gl.warp_specialize``, or a choice between such."""
+    if isinstance(statement, ast.If):
+        return all(_sends(s) for s in (*statement.body, *statement.orelse))
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    return (
+        isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Attribute)
+        and call.func.attr == "warp_specialize"
+    )
 
 
 def main() -> None:

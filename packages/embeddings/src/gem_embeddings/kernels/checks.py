@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gem_embeddings.table_layout import TableLayout
+from gem_embeddings.table_layout import POOLINGS, SLOT, TableLayout
 from gem_opkit.errors import DeviceError, DtypeError, ShapeError, refusal
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -73,6 +73,31 @@ def check_lookup(
         size = sum(rows * width for rows, width in layout.output_shapes(batch, counts))
         if grad.shape[0] != size:
             _shape(op, "grad", f"have the {size} elements of the flat output", grad.shape[0])
+
+
+def check_bags(op: str, bags_O: Tensor, slots: Sequence[int], counts: Sequence[int]) -> None:
+    """Refuse bags that do not share out the ids of their pooled feature, on a CPU.
+
+    Elsewhere a look at them would make the host wait.
+    """
+    if bags_O.device.type != "cpu" or not counts:
+        return
+    batch, first = (bags_O.shape[0] - 1) // len(counts), 0
+    for index, count in enumerate(counts):
+        own_O = bags_O[index * batch : (index + 1) * batch + 1]
+        if POOLINGS[slots[SLOT * index + 4]] != "none":
+            ends = int(own_O[0]), int(own_O[-1])
+            if batch and ends != (first, first + count):
+                _shape(
+                    op,
+                    "bags_O",
+                    f"run from {first} to {first + count} for feature {index}",
+                    f"{ends[0]} to {ends[1]}",
+                    "count ids over all features",
+                )
+            if bool((own_O.diff() < 0).any()):
+                _shape(op, "bags_O", "never fall", f"a fall in feature {index}", "sort the ids")
+        first += count
 
 
 def check_out_dtype(op: str, dtype: torch.dtype) -> None:

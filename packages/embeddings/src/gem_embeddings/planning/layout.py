@@ -163,8 +163,8 @@ def place_tables(
         every rank of a group, ``table_row_wise`` every rank of one host, ``grid`` every host.
 
     Raises:
-        ConfigError: a sharding for a table that is not there, or a ``host_ranks`` that does not
-            divide the group.
+        ConfigError: a sharding for a table that is not there, fewer than one rank or group, or a
+            ``host_ranks`` that does not divide the group.
     """
     unknown = sorted(set(shardings) - {table.name for table in tables})
     if unknown:
@@ -177,6 +177,13 @@ def place_tables(
                 fix="use the names of the specs",
             )
         )
+    for name, number in (("table_shard", table_shard), ("table_replicate", table_replicate)):
+        if number < 1:
+            raise ConfigError(
+                refusal(
+                    "place_tables", name, must="be at least 1", got=number, fix="count the ranks"
+                )
+            )
     on_host = table_shard if host_ranks is None else host_ranks
     if on_host < 1 or table_shard % on_host:
         raise ConfigError(

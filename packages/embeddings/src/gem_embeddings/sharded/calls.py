@@ -17,8 +17,10 @@ from gem_opkit.errors import ConfigError, refusal
 class Started(StartedLookup):
     """A started call of this engine."""
 
-    def __init__(self, request: Request, arrived: Arrived, parts: list[Part] | None) -> None:
-        self.request, self.arrived, self.parts = request, arrived, parts
+    def __init__(
+        self, owner: Any, request: Request, arrived: Arrived, parts: list[Part] | None
+    ) -> None:
+        self.owner, self.request, self.arrived, self.parts = owner, request, arrived, parts
         self.looked_up = self.learned = False
 
     def begin_to_learn(self) -> None:

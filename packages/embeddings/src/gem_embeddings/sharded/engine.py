@@ -187,13 +187,13 @@ class TorchTables(TableEngine):
             started = ids
         else:
             started = self._start(ids, {} if weights is None else weights)
-        if not isinstance(started, Started):
+        if not isinstance(started, Started) or started.owner is not self:
             raise ConfigError(
                 refusal(
                     OP,
                     "ids",
                     must="have been started by this engine",
-                    got=type(started).__name__,
+                    got=f"a {type(started).__name__} of another engine",
                     fix="call its start",
                 )
             )
@@ -217,10 +217,10 @@ class TorchTables(TableEngine):
 
     def _start(self, ids: Mapping[str, Jagged], weights: Mapping[str, Tensor]) -> Started:
         mark = self._features.counts.mark()
-        fault: GemError | None = None
+        fault: Exception | None = None
         try:
             request = self._features.request(ids, weights, count=self.training)
-        except GemError as error:
+        except Exception as error:  # noqa: BLE001 - raised below, whatever it is
             # The others are told before it is raised: they wait for this rank.
             fault, request = error, self._features.nothing()
         # None where ids have to travel, or have to be picked out all the same.
@@ -230,7 +230,7 @@ class TorchTables(TableEngine):
             if self.training:
                 for spec, rows in zip(self.specs, arrived.asked, strict=True):
                     self._features.counts.add(spec.name, unique=rows)
-            return Started(request, arrived, parts)
+            return Started(self, request, arrived, parts)
         self._features.counts.return_to(mark)
         if fault is not None:
             raise fault

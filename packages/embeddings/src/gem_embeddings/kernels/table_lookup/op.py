@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gem_embeddings.kernels.checks import check_lookup, check_out_dtype
+from gem_embeddings.kernels.checks import check_bags, check_lookup, check_out_dtype
 from gem_embeddings.kernels.table_lookup.cost import (
     table_lookup_backward_cost,
     table_lookup_cost,
@@ -38,6 +38,7 @@ def _forward(
     out_dtype: torch.dtype,
     impl: str,
 ) -> Tensor:
+    check_bags(_NAME, bags_O, slots, counts)
     args = (weights_N, ids_I, bags_O, id_weights_I, slots, counts)
     if resolve_impl(impl, weights_N.device, _NAME, has_triton=_HAS_TRITON) == "triton":
         from gem_embeddings.kernels.table_lookup.kernel import launch_forward
@@ -259,7 +260,8 @@ def table_lookup(
         tables are trained by ``table_update``, which makes no gradient of their size.
 
     Raises:
-        ShapeError: ids, bags, counts, weights or a buffer whose sizes do not fit together.
+        ShapeError: ids, bags, counts, weights or a buffer whose sizes do not fit together; on a
+            CPU also bags that do not share out the ids of their feature.
         DtypeError: ids that are not whole numbers, or a dtype that is not taken.
         DeviceError: tensors on different devices.
         UnsupportedError: an ``impl`` that cannot run here.

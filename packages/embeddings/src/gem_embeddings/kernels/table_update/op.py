@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gem_embeddings.contract import OptimizerSpec, TableOptimizer
-from gem_embeddings.kernels.checks import check_lookup
+from gem_embeddings.kernels.checks import check_bags, check_lookup
 from gem_embeddings.kernels.table_lookup.reference import sums_dtype
 from gem_embeddings.kernels.table_update.cost import table_update_cost
 from gem_embeddings.kernels.table_update.reference import table_update_reference
@@ -46,6 +46,7 @@ def _update(
     seed: int | None,
     impl: str,
 ) -> None:
+    check_bags(_NAME, bags_O, slots, counts)
     # lr is a number of its own, because a schedule may reach 0 and a spec may not.
     spec = spec_of(
         cast(TableOptimizer, kind),
@@ -167,10 +168,12 @@ def table_update(
         impl: who computes it; see ``gem_opkit.impl``.
 
     Raises:
-        ShapeError: sizes that do not fit together.
+        ShapeError: sizes that do not fit together; on a CPU also bags that do not share out the
+            ids of their feature.
         DtypeError: a dtype that is not taken.
         DeviceError: tensors on different devices.
-        ConfigError: a learning rate below 0, or a step below 1.
+        ConfigError: a learning rate below 0, a step below 1, a ``grad_scale`` that is not finite,
+            or a seed beyond 64 bits.
         UnsupportedError: an ``impl`` that cannot run here.
 
     Numerics: gradients of a row are summed in fp32 (fp64) in a fixed order, so equal calls give
@@ -186,6 +189,10 @@ def table_update(
         _refuse("lr", "be at least 0 and finite", lr)
     if step < 1:
         _refuse("step", "be at least 1", step)
+    if not math.isfinite(grad_scale):
+        _refuse("grad_scale", "be finite", grad_scale)
+    if seed is not None and not -(2**63) <= seed < 2**63:
+        _refuse("seed", "fit in 64 bits", seed)
     chosen = resolve_impl(impl, weights_N.device, _NAME, has_triton=_HAS_TRITON)
     state_a, state_b = (*states, None, None)[:2]
     torch.ops.gem_embeddings.table_update(
