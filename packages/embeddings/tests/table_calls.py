@@ -29,6 +29,14 @@ def batch_of(lengths, *, shapes=SHAPES, features=FEATURES, dtype=torch.float32, 
     return weights, ids, bags, id_weights, layout, counts
 
 
+def spoilt(values, changes):
+    """Return other values at some places."""
+    values = values.clone()
+    for place, value in changes.items():
+        values[place] = value
+    return values
+
+
 def oracle(weights, ids, bags, id_weights, layout, counts):
     """Look up one bag after the other, in plain torch that autograd can follow."""
     outputs, ends = [], bags.tolist()

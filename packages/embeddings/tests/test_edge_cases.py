@@ -18,24 +18,24 @@ STANDS_IN: dict[int, tuple[str, ...]] = {
     15: (
         "test_tables.py::test_row_numbers_pass_int32",
         "test_edge_cases.py::test_places_beyond_int32_are_read_and_moved",
-        "torchrec/test_keyed.py::test_more_ids_than_int32_counts",
+        "torchrec_engine/test_keyed.py::test_more_ids_than_int32_counts",
     ),
     # No ids at all.
     20: (
         "test_tables.py::test_a_batch_of_none_and_a_batch_of_empty_examples",
         "matrix/test_prefetch.py::test_no_batches_at_all_and_a_rank_without_an_empty_batch",
-        "torchrec/test_keyed.py::test_keys_without_any_example",
+        "torchrec_engine/test_keyed.py::test_keys_without_any_example",
     ),
     # Lengths that do not fit the ids.
     21: (
         "test_tables.py::test_lengths_that_do_not_match_the_ids_name_both_numbers",
         "matrix/test_bad_input.py::test_a_bad_batch_on_one_rank_is_refused_on_all",
-        "torchrec/test_keyed.py::test_lengths_that_do_not_divide_name_both_numbers",
+        "torchrec_engine/test_keyed.py::test_lengths_that_do_not_divide_name_both_numbers",
     ),
     # Features in another order, twice over, lose their weights.
     23: (
         "test_tables.py::test_order_of_features_and_foreign_features_do_not_matter",
-        "torchrec/test_keyed.py::test_two_permutations_keep_weights",
+        "torchrec_engine/test_keyed.py::test_two_permutations_keep_weights",
     ),
     # Replicas write overlapping pieces.
     83: ("matrix/test_checkpoint.py::test_replicas_write_each_element_once",),

@@ -9,7 +9,7 @@ from gem_embeddings.kernels.table_lookup.cost import (
     table_lookup_cost,
     table_lookup_id_weights_backward_cost,
 )
-from gem_embeddings.ops import TableLayout, id_weight_gradient, table_lookup
+from gem_embeddings.ops import TableLayout, TableSlot, id_weight_gradient, table_lookup
 from gem_opkit.errors import ConfigError, DeviceError, DtypeError, ShapeError, UnsupportedError
 from gem_opkit.testing import (
     check_alone_equals_in_batch,
@@ -26,7 +26,7 @@ from gem_opkit.testing import (
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from table_calls import batch_of, oracle
+from table_calls import batch_of, oracle, spoilt
 
 LENGTHS = (3, 0, 6, 1)
 
@@ -129,6 +129,10 @@ def test_refuses():
         ({"id_weights": id_weights[:3]}, ShapeError, "one weight for each of 40 ids"),
         ({"ids": ids.float()}, DtypeError, "ids_I must be one of torch.int64"),
         ({"weights": weights.long()}, DtypeError, "weights_N must be one of"),
+        # The first feature has bags 0 to 4 of the ids 0 to 10.
+        ({"bags": bags + 1}, ShapeError, "bags_O must run from 0 to 10 for feature 0; got 1 to 11"),
+        ({"bags": spoilt(bags, {1: 9, 2: 3})}, ShapeError, "bags_O must never fall"),
+        ({"bags": spoilt(bags, {-1: 39})}, ShapeError, "run from 30 to 40 for feature 3; got 30"),
         ({"bags": bags.to("meta")}, DeviceError, "bags_O must be on cpu"),
         ({"impl": "fast"}, UnsupportedError, "impl must be one of"),
     ]
@@ -139,6 +143,16 @@ def test_refuses():
     check_refuses(
         [(lambda c=c: lookup(**{**given, **c}), error, text) for c, error, text in rows]
         + [
+            (
+                lambda: TableLayout((TableSlot(0, 3, 2, 0), TableSlot(4, 3, 2, 3)), ()),
+                ConfigError,
+                r"have elements of their own; got \(0, 6\) and \(4, 10\)",
+            ),
+            (
+                lambda: TableLayout((TableSlot(0, 3, 2, 0), TableSlot(6, 3, 2, 2)), ()),
+                ConfigError,
+                "have row numbers of their own",
+            ),
             (lambda: TableLayout.packed([(3, 0)], []), ConfigError, "a width above 0"),
             (lambda: TableLayout.packed([(3, 4)], [(1, "sum")]), ConfigError, "be below 1"),
             (lambda: TableLayout.packed([(3, 4)], [(0, "max")]), ConfigError, "sum, mean or none"),

@@ -24,7 +24,7 @@ from gem_opkit.testing import (
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from table_calls import batch_of, row_gradients
+from table_calls import batch_of, row_gradients, spoilt
 
 LENGTHS = (3, 0, 6, 1)
 SPECS = [
@@ -217,6 +217,9 @@ def test_refuses():
         ({"spec": SPECS[-1]}, ShapeError, "exp_avg, exp_avg_sq"),
         ({"lr": -1.0}, ConfigError, "lr must be at least 0"),
         ({"step": 0}, ConfigError, "step must be at least 1"),
+        ({"grad_scale": float("nan")}, ConfigError, "grad_scale must be finite"),
+        ({"seed": 2**63}, ConfigError, "seed must fit in 64 bits"),
+        ({"bags_O": spoilt(bags, {-1: 39})}, ShapeError, "run from 30 to 40 for feature 3; got 30"),
         ({"impl": "fast"}, UnsupportedError, "impl must be one of"),
     ]
     check_refuses(

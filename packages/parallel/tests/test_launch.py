@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from gem_opkit.errors import ConfigError
+from gem_parallel import launch
 from gem_parallel.launch import World, process_group
 
 
@@ -53,3 +54,34 @@ def test_cuda_without_a_gpu_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match="got local rank 0 and 0 GPUs"):  # noqa: SIM117
         with process_group("cuda"):
             pass
+
+
+def _thread(folder, number, name, state):
+    (folder / str(number)).mkdir(exist_ok=True)
+    (folder / str(number) / "stat").write_text(f"{number} ({name}) {state} 1 2 3\n")
+
+
+def test_the_end_waits_for_threads_of_gloo_that_had_no_core(monkeypatch, tmp_path):
+    naps = []
+
+    def nap(seconds):
+        naps.append(seconds)
+        if len(naps) == 3:
+            _thread(tmp_path, 2, "pt_gloo_runloop", "S")
+
+    monkeypatch.setattr(launch, "_TASKS", tmp_path)
+    monkeypatch.setattr(launch.time, "sleep", nap)
+    _thread(tmp_path, 1, "python", "R")
+    _thread(tmp_path, 2, "pt_gloo_runloop", "R")
+    (tmp_path / "3").mkdir()  # A thread that has just ended.
+    launch._settle()
+    assert len(naps) == 3
+
+
+def test_the_end_does_not_wait_for_ever(monkeypatch, tmp_path):
+    monkeypatch.setattr(launch, "_TASKS", tmp_path)
+    monkeypatch.setattr(launch, "_SETTLE_S", 0.01)
+    monkeypatch.setattr(launch, "_SETTLE_LIMIT_S", 0.05)
+    _thread(tmp_path, 2, "pt_gloo_runloop", "D")
+    launch._settle()
+    assert launch._gloo_is_busy()

@@ -46,7 +46,7 @@ from gem_embeddings.torchrec_engine.placing import (
 )
 from gem_embeddings.torchrec_engine.shards import ROW_DTYPES, find_shards, kernels_of, state_of
 from gem_jagged.batch import Jagged
-from gem_opkit.errors import ConfigError, GemError, refusal
+from gem_opkit.errors import ConfigError, refusal
 from gem_parallel.contract import SPARSE_AXES
 from gem_parallel.launch import World
 
@@ -202,12 +202,13 @@ class TorchrecTables(TableEngine):
     ) -> StartedLookup:
         """Check ids and send them to the ranks that hold their rows; see ``TableEngine``."""
         weights = {} if weights is None else weights
-        mark, fault = self.counts.mark(), None
+        mark = self.counts.mark()
+        fault: Exception | None = None
         started = _Started({})
         try:
             started.asked = self._batches.ask(ids, weights, count=self.training)
             self._refuse_gradients(weights)
-        except GemError as own:
+        except Exception as own:  # noqa: BLE001 - raised by agree, whatever it is
             # The others are told before it is raised: they wait for this rank.
             fault = own
         asked = started.asked
@@ -221,7 +222,7 @@ class TorchrecTables(TableEngine):
                 ],
                 fault=fault,
             )
-        except GemError:
+        except Exception:
             self.counts.return_to(mark)
             raise
         api = torchrec_api()

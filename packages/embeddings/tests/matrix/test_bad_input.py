@@ -46,6 +46,11 @@ SPOILS = {
         lambda ids, w: (spoilt(ids, "place", torch.tensor([0.5])), w),
         r"ids\['place'\] must be int32 or int64; got torch.float32",
     ),
+    "no features": (lambda ids, w: (None, w), "ids must be a dict of features; got NoneType"),
+    "weights in a list": (
+        lambda ids, w: (ids, {"liked": w["liked"].tolist()}),
+        r"weights\['liked'\] must be a tensor; got list",
+    ),
     "missing": (
         lambda ids, w: ({name: x for name, x in ids.items() if name != "words"}, w),
         "ids must have the feature 'words'; got flag, history, liked, place, seen",
@@ -93,6 +98,37 @@ def test_a_bad_batch_on_one_rank_is_refused_on_all(engine, world_size):
     )
     if world_size > 1:
         assert all(f"rank {bad}" in words for words in by_rank[0].values())
+
+
+class Lost(dict):
+    """Features that cannot be read, for a reason that no operator foresees."""
+
+    def __getitem__(self, name):
+        raise OSError("the disk is gone")
+
+
+def told_of_any_fault(world, name):
+    engine = build(world, engine=name)
+    examples, ids, weights = batch(2, world.rank)
+    with pytest.raises(Exception) as told:
+        engine(Lost(ids) if world.rank else ids, weights)
+    batch_loss(examples, engine(ids, weights)).backward()
+    return type(told.value).__name__, str(told.value)
+
+
+@pytest.mark.parametrize("engine", ["torch", pytest.param("torchrec", marks=pytest.mark.torchrec)])
+def test_a_fault_of_any_kind_on_one_rank_stops_all(engine):
+    first, second = run_ranks(told_of_any_fault, 2, engine)
+    assert second == ("OSError", "the disk is gone")
+    assert first[0] == "DataError"
+    assert "rank 1" in first[1]
+
+
+def test_ids_that_another_engine_has_started_are_refused():
+    one, other = build(World()), build(World())
+    _, ids, weights = batch(2, 0)
+    with pytest.raises(ConfigError, match="must have been started by this engine"):
+        one(other.start(ids, weights))
 
 
 def raises(message):

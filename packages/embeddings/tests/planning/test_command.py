@@ -71,6 +71,13 @@ def test_figures_are_json_and_agree_with_the_tables(small, capsys):
         (("num_embeddings", "num_embedings"), [], "num_embedings"),
         (("[planning]", "[planing]"), [], "planing"),
         (("batch_per_rank = 8", "batch_per_rank = "), [], "file must be readable TOML"),
+        (("1000000", "1" + 5000 * "0"), [], "file must be readable TOML"),
+        (("8", 5000 * "["), [], "file must be readable TOML"),
+        (("1000000", "1" + 400 * "0"), [], "less than 9223372036854775808"),
+        (("= 64", "= 9000000000"), [], "less than 2147483648"),
+        (("= 8", "= 1" + 400 * "0"), [], "less than 9223372036854775808"),
+        (("most_rows = 1000", "most_rows = 1" + 400 * "0"), [], "less than 9223372036854775808"),
+        (("liked", "context_0"), [], "planning.loads must leave out the features of families"),
         (("", ""), ["--gpus", "6"], "--gpus must fill whole hosts of 4"),
         (("", ""), ["--gpus", "8"], "zone_tier must be given"),
     ],
@@ -87,3 +94,9 @@ def test_a_wrong_file_is_one_line_on_stderr(small, capsys, change, options, mess
 def test_a_missing_file_is_refused(tmp_path, capsys):
     assert main([str(tmp_path / "none.toml")]) == 1
     assert "file must be readable TOML" in capsys.readouterr().err
+
+
+def test_a_negative_number_of_tables_is_a_wrong_use(small, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([str(small), "--most-tables", "-1"])
+    assert "--most-tables must be at least 0; got -1" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from gem_embeddings.contract import (
     TableShard,
     TableSpec,
 )
-from gem_embeddings.plan import place_tables
+from gem_embeddings.plan import place_tables, plan_tables
 from gem_opkit.errors import ConfigError
 
 KINDS = ("replicated", "table_wise", "row_wise", "column_wise", "table_row_wise", "grid")
@@ -144,3 +144,9 @@ def test_place_tables_refuses():
         place_tables([table], {"user": "row_wise"}, table_shard=2)
     with pytest.raises(ConfigError, match="host_ranks must divide table_shard=4; got 3"):
         place_tables([table], {"item": "grid"}, table_shard=4, host_ranks=3)
+    for factors in ({"table_shard": 0}, {"table_shard": 1, "table_replicate": -1}):
+        name = list(factors)[-1]
+        with pytest.raises(ConfigError, match=f"{name} must be at least 1; got"):
+            place_tables([table], {}, **factors)
+    with pytest.raises(ConfigError, match="table_shard must be at least 1; got 0"):
+        plan_tables([table], ranks=0)

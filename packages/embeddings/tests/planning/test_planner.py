@@ -353,6 +353,19 @@ def test_a_plan_for_torchrec_holds_what_that_engine_has():
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("columns", "dtype", "reason"),
+    [(6, "fp32", "for rows of 6, no multiple of 4"), (64, "bf16", "for bf16 rows")],
+)
+def test_rows_that_torchrec_does_not_hold_are_not_planned_for_it(columns, dtype, reason):
+    tables = [table("item", 100, columns, row_dtype=dtype)]
+    planning = PlanningSpec(engine="torchrec", table_shard=2)
+    with pytest.raises(UnsupportedError, match=f"table_wise, which it has not {reason}"):
+        plan_tables(tables, ranks=2, planning=planning)
+    alone = plan_tables(tables, ranks=1, planning=PlanningSpec(engine="torchrec"))
+    assert alone.placements[0].sharding == "replicated"
+
+
 def test_4096_gpus_are_planned_in_seconds():
     family = TableFamily(
         name="item",

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,8 +17,12 @@ from gem_opkit.errors import ConfigError
 # collective waits for that lock: a deadlock at the end of one job in a few.
 _groups_of_this_process: list[object] = []
 # For what those threads have still to do when the last collective is over. One that wants the lock
-# when the interpreter has begun to end aborts the process, after right results.
+# when the interpreter has begun to end aborts the process, after right results. On a busy host a
+# thread may not have had a core by then, so its state is looked at, up to the limit.
 _SETTLE_S = 0.1
+_SETTLE_LIMIT_S = 10.0
+_TASKS = Path("/proc/self/task")
+_GLOO_THREAD = "pt_gloo_runloop"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +78,32 @@ def process_group(device: str = "auto") -> Iterator[World]:
     finally:
         # The groups of meshes too.
         _groups_of_this_process.extend(dist.distributed_c10d._world.pg_map)
-        time.sleep(_SETTLE_S)
+        _settle()
         dist.destroy_process_group()
+
+
+def _settle() -> None:
+    """Wait until gloo's threads sleep, with the interpreter's lock free for them meanwhile."""
+    end = time.monotonic() + _SETTLE_LIMIT_S
+    time.sleep(_SETTLE_S)
+    while time.monotonic() < end and _gloo_is_busy():
+        time.sleep(_SETTLE_S)
+
+
+def _gloo_is_busy() -> bool:
+    """True while a thread of gloo that runs collectives has work or waits for a core.
+
+    False where there is no ``/proc``: the fixed wait is all that is known there.
+    """
+    for task in _TASKS.glob("*"):
+        try:
+            # "number (name) state ..."
+            name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
+        except OSError:
+            continue  # The thread has ended.
+        if name == _GLOO_THREAD and rest.split()[0] != "S":
+            return True
+    return False
 
 
 def _env_int(name: str, default: int) -> int:

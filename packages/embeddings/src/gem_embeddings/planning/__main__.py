@@ -37,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--most-tables", type=int, help="list no more than the N largest tables")
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
     given = parser.parse_args(arguments)
+    if given.most_tables is not None and given.most_tables < 0:
+        parser.error(f"--most-tables must be at least 0; got {given.most_tables}")
     try:
         explanation = _explain(given.file, given.gpus)
     except (GemError, ValidationError) as error:
@@ -49,11 +51,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _explain(file: Path, gpus: int | None) -> Explanation:
     try:
-        described = PlanningFile.model_validate(tomllib.loads(file.read_text(encoding="utf-8")))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        found = tomllib.loads(file.read_text(encoding="utf-8"))
+    # Broken TOML is a ValueError, and so is a number of thousands of digits.
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             refusal(_WHERE, "file", must="be readable TOML", got=error, fix="give another file")
         ) from error
+    described = PlanningFile.model_validate(found)
     tables, planning = described.expanded()
     return explain_tables(
         tables,

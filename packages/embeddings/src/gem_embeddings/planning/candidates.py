@@ -25,6 +25,8 @@ ALL_KINDS: tuple[Sharding, ...] = (
 )
 # Parts of a row below 16 elements are shorter than what device memory moves at once.
 _LEAST_COLUMNS = 16
+# Elements of a row that fbgemm moves at a time.
+_TORCHREC_WIDTHS = 4
 _VALUE_BYTES = 4
 _ID_BYTES = 8
 
@@ -172,6 +174,12 @@ def _torchrec_kinds(
         missing["table_row_wise"] = missing["grid"] = "for features without pooling"
     if setting.layout.optimizer.kind == "rowwise_adagrad":
         missing["column_wise"] = missing["grid"] = "under row-wise AdaGrad"
+    odd = "for bf16 rows" if table.row_dtype == "bf16" else ""
+    if table.embedding_dim % _TORCHREC_WIDTHS:
+        odd = f"for rows of {table.embedding_dim}, no multiple of {_TORCHREC_WIDTHS}"
+    if odd:
+        # Replicated tables are held by the engine "torch", inside that one.
+        missing |= {kind: odd for kind in ALL_KINDS if kind not in {"replicated", *missing}}
     runnable: list[Sharding] = [kind for kind in kinds if kind not in missing]
     if not runnable:
         raise UnsupportedError(
@@ -180,7 +188,7 @@ def _torchrec_kinds(
                 f"allowed[{table.name!r}]",
                 must="hold a kind that the engine torchrec has",
                 got=", ".join(f"{kind}, which it has not {missing[kind]}" for kind in kinds),
-                fix='allow row_wise, or use engine="torch"',
+                fix='use engine="torch"' if odd else 'allow row_wise, or use engine="torch"',
             )
         )
     return runnable

@@ -14,6 +14,7 @@ from gem_embeddings.contract import (
     TableSpec,
 )
 from gem_opkit.contract import Contract
+from gem_opkit.errors import ConfigError, refusal
 from gem_parallel.contract import Topology
 
 EngineName = Literal["torch", "torchrec"]
@@ -61,7 +62,9 @@ class PlanningSpec(Contract):
     loads: tuple[TableLoad, ...] = Field(
         default=(), description="statistics of features; those left out have one id an example"
     )
-    batch_per_rank: int = Field(default=1024, gt=0, description="examples of a rank and step")
+    batch_per_rank: int = Field(
+        default=1024, gt=0, lt=2**63, description="examples of a rank and step"
+    )
     memory_gib: float | None = Field(
         default=None, gt=0, description="GiB of tables that a rank may hold between steps"
     )
@@ -118,10 +121,10 @@ class TableFamily(Contract):
         pattern=r"^[A-Za-z_][A-Za-z0-9_\-]*$",
         description="start of the tables' names; the number of the table follows",
     )
-    tables: int = Field(gt=0, description="number of tables")
-    least_rows: int = Field(gt=0, description="rows of the first table")
-    most_rows: int = Field(gt=0, description="rows of the last table")
-    embedding_dim: int = Field(gt=0, description="elements of a row")
+    tables: int = Field(gt=0, le=10**6, description="number of tables")
+    least_rows: int = Field(gt=0, lt=2**63, description="rows of the first table")
+    most_rows: int = Field(gt=0, lt=2**63, description="rows of the last table")
+    embedding_dim: int = Field(gt=0, lt=2**31, description="elements of a row")
     pooling: Pooling = Field(default="sum", description="as in TableSpec")
     row_dtype: RowDtype = Field(default="fp32", description="as in TableSpec")
     ids_per_example: float = Field(default=1.0, ge=0, description="as in TableLoad")
@@ -167,8 +170,23 @@ class PlanningFile(Contract):
 
         Returns:
             all tables, and the planning with the loads of all features.
+
+        Raises:
+            ConfigError: statistics of a feature that a family describes already.
         """
         pairs = [pair for family in self.families for pair in family.expand()]
+        described = {load.feature_name for _, load in pairs}
+        twice = [x.feature_name for x in self.planning.loads if x.feature_name in described]
+        if twice:
+            raise ConfigError(
+                refusal(
+                    "PlanningFile",
+                    "planning.loads",
+                    must="leave out the features of families",
+                    got=", ".join(twice),
+                    fix="say it in the family, or describe the table singly",
+                )
+            )
         loads = (*self.planning.loads, *(load for _, load in pairs))
         tables = (*self.tables, *(spec for spec, _ in pairs))
         return tables, self.planning.model_copy(update={"loads": loads})

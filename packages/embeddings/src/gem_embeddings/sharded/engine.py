@@ -30,7 +30,7 @@ from gem_embeddings.sharded.state import load_pieces, state_of
 from gem_embeddings.sharded.storage import RowStore
 from gem_embeddings.sharded.traffic import Traffic, Update
 from gem_jagged.batch import Jagged
-from gem_opkit.errors import ConfigError, DataError, GemError, refusal
+from gem_opkit.errors import ConfigError, DataError, refusal
 from gem_parallel.contract import SPARSE_AXES
 from gem_parallel.launch import World
 
@@ -224,7 +224,7 @@ class TorchTables(TableEngine):
             # The others are told before it is raised: they wait for this rank.
             fault, request = error, self._features.nothing()
         # None where ids have to travel, or have to be picked out all the same.
-        parts = self._direct.parts(request) if self._direct is not None and not fault else None
+        parts = self._direct.parts(request) if self._direct is not None and fault is None else None
         arrived = self._ids.send(request.keys_I, request.refuses, send_rows=parts is None)
         if not arrived.refused:
             if self.training:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from gem_embeddings.torchrec_engine.placing import OP
-from gem_opkit.errors import DataError, GemError, refusal
+from gem_opkit.errors import DataError, refusal
 from gem_parallel.launch import World
 
 
@@ -32,7 +32,7 @@ def agree(
     *,
     examples: int,
     weighted: Sequence[bool],
-    fault: GemError | None,
+    fault: Exception | None,
 ) -> Agreement:
     """Tell all ranks whether one refuses its batch, and what their batches have in common.
 
@@ -47,7 +47,7 @@ def agree(
         what holds on all ranks.
 
     Raises:
-        GemError: ``fault`` itself.
+        Exception: ``fault`` itself.
         DataError: another rank refuses its batch.
 
     Cost: one all-reduce of a few numbers, for which the host waits.

@@ -189,7 +189,7 @@ def table_update(
         _refuse("lr", "be at least 0 and finite", lr)
     if step < 1:
         _refuse("step", "be at least 1", step)
-    if not math.isfinite(grad_scale):
+    if not -math.inf < grad_scale < math.inf:
         _refuse("grad_scale", "be finite", grad_scale)
     if seed is not None and not -(2**63) <= seed < 2**63:
         _refuse("seed", "fit in 64 bits", seed)
