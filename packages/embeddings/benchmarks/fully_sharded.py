@@ -1,7 +1,8 @@
 """Two sharding groups on two GPUs: plain 2D beside fully sharded 2D, time of a step and memory.
 
-26 tables feed a dense part of twelve wide layers. The variants train in turn in one process, the
-ids of the next batch under way while one trains. Run
+Then one group of both GPUs: bytes of its exchange, and the share of a step in which nothing but
+the exchange runs. 26 tables feed a dense part of twelve wide layers. The variants train in turn
+in one process, the ids of the next batch under way while one trains. Run
 
     torchrun --nproc-per-node 2 packages/embeddings/benchmarks/fully_sharded.py
 
@@ -18,8 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
-from gem_embeddings.contract import OptimizerSpec, TableSpec
+from gem_embeddings.contract import OptimizerSpec, RowDtype, Sharding, TableSpec
 from gem_embeddings.engine import StartedLookup, build_tables
 from gem_embeddings.plan import place_tables
 from gem_embeddings.sharded.engine import TorchTables
@@ -61,7 +63,7 @@ def measure(world: World) -> list[dict[str, Any]]:
             times = timed(engine, net, batches, name)
             # The first turn compiles kernels, the first step of each warms up.
             took[name] += times[1:] if turn else []
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, engine in engines.items():
         other = sliced if engine is plain else plain
         timed(sliced, net, batches, "fully sharded")  # leaves nothing gathered
@@ -81,10 +83,54 @@ def measure(world: World) -> list[dict[str, Any]]:
                 "ids": sum(batch.total_tokens for batch in batches[0].values()),
             }
         )
-    return rows
+    del plain, sliced, engines
+    return rows + [exchange(world, net, batches, wire) for wire in ("fp32", "bf16")]
 
 
-def engine_of(world: World, *, fully_sharded: bool) -> TorchTables:
+def exchange(
+    world: World, net: nn.Sequential, batches: list[dict[str, Jagged]], wire: RowDtype
+) -> dict[str, Any]:
+    """A row of one group of all ranks, whose tables are cut by rows."""
+    engine = engine_of(world, fully_sharded=False, groups=1, wire=wire)
+    took = timed(engine, net, batches, "no sync")[1:]
+    sent = engine.group.sent_bytes["all_to_all"]
+    timed(engine, net, batches, "no sync")
+    return {
+        "bench": "fully_sharded",
+        "case": f"one group, {wire} vectors",
+        "ms": median(took),
+        "sent_bytes_a_step": (engine.group.sent_bytes["all_to_all"] - sent) / STEPS,
+        "exposed_frac": exposed_frac(engine, net, batches) if GPU else None,
+    }
+
+
+def exposed_frac(
+    engine: TorchTables, net: nn.Sequential, batches: list[dict[str, Jagged]]
+) -> float:
+    """Share of some steps in which kernels of NCCL run and no others."""
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        timed(engine, net, batches, "no sync")
+    marks: list[tuple[float, int, bool]] = []
+    for event in seen.events() or ():
+        times = event.time_range
+        if event.device_type == torch.autograd.DeviceType.CUDA and times.end > times.start:
+            travels = "nccl" in event.name.lower()
+            marks += [(times.start, 1, travels), (times.end, -1, travels)]
+    marks.sort()
+    running, alone, last = {True: 0, False: 0}, 0.0, marks[0][0]
+    for moment, change, travels in marks:
+        if running[True] and not running[False]:
+            alone += moment - last
+        running[travels] += change
+        last = moment
+    return alone / (marks[-1][0] - marks[0][0])
+
+
+def engine_of(
+    world: World, *, fully_sharded: bool, groups: int | None = None, wire: RowDtype = "fp32"
+) -> TorchTables:
+    """Tables in groups of one rank, whole or sliced; with ``groups=1`` cut by rows over all."""
+    groups = world.size if groups is None else groups
     specs = [
         TableSpec(
             name=f"t{i}", embedding_dim=WIDTH, num_embeddings=ROWS, feature_names=(f"f{i}",),
@@ -92,16 +138,17 @@ def engine_of(world: World, *, fully_sharded: bool) -> TorchTables:
         )
         for i in range(TABLES)
     ]  # fmt: skip
-    rule = OptimizerSpec(lr=0.01, moment_scale=float(world.size))
+    rule = OptimizerSpec(lr=0.01, moment_scale=float(groups))
+    kind: Sharding = "table_wise" if groups == world.size else "row_wise"
     plan = place_tables(
         specs,
-        {spec.name: "table_wise" for spec in specs},
-        table_shard=1,
-        table_replicate=world.size,
+        {spec.name: kind for spec in specs},
+        table_shard=world.size // groups,
+        table_replicate=groups,
         fully_sharded=fully_sharded,
         optimizer=rule,
     )
-    engine = build_tables(specs, (), plan, rule, world)
+    engine = build_tables(specs, (), plan, rule, world, wire_dtype=wire)
     if not isinstance(engine, TorchTables):
         raise TypeError(type(engine))
     return engine
