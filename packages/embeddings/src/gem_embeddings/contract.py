@@ -30,7 +30,7 @@ class TableSpec(Contract):
         pattern=r"^[A-Za-z_][A-Za-z0-9_\-]*$",
         description="name of the table, also the name of its weight in the state dict",
     )
-    embedding_dim: int = Field(gt=0, lt=2**31, description="elements of a row")
+    embedding_dim: int = Field(gt=0, lt=2**63, description="elements of a row")
     num_embeddings: int = Field(gt=0, lt=2**63, description="rows; ids are int64")
     feature_names: tuple[str, ...] = Field(
         default=(), description="features that look up this table with its own pooling"

@@ -227,10 +227,14 @@ def build_tables(  # noqa: PLR0913 - the last four are settings of their own
         "mesh": mesh,
     }
     # Imported here: each engine brings what the other does not need, torchrec a compiled library.
+    # Any: a type checker that also finds this package installed sees two classes TableEngine.
+    made: Any
     if engine == "torch":
         from gem_embeddings.sharded.engine import TorchTables
 
-        return TorchTables(specs, lookups, plan, optimizer, world, **given)
-    from gem_embeddings.torchrec_tables import TorchrecTables
+        made = TorchTables(specs, lookups, plan, optimizer, world, **given)
+    else:
+        from gem_embeddings.torchrec_tables import TorchrecTables
 
-    return TorchrecTables(specs, lookups, plan, optimizer, world, **given)
+        made = TorchrecTables(specs, lookups, plan, optimizer, world, **given)
+    return made
