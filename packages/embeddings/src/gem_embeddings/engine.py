@@ -166,9 +166,9 @@ class TableEngine(nn.Module, ABC):
         """
 
     @property
+    @abstractmethod
     def feature_names(self) -> tuple[str, ...]:
         """Every feature that ``forward`` needs, table by table."""
-        raise NotImplementedError
 
 
 def build_tables(  # noqa: PLR0913 - the last four are settings of their own
