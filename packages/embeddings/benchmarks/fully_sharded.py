@@ -1,4 +1,4 @@
-"""Two sharding groups on two GPUs: plain 2D beside fully sharded 2D, time of a step and memory.
+"""Two sharding groups on two GPUs: plain 2D, exact 2D, fully sharded 2D; time of a step and memory.
 
 Then one group of both GPUs: bytes of its exchange, and the share of a step in which nothing but
 the exchange runs. 26 tables feed a dense part of twelve wide layers. The variants train in turn
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from gem_embeddings.contract import OptimizerSpec, RowDtype, Sharding, TableSpec
-from gem_embeddings.engine import StartedLookup, build_tables
+from gem_embeddings.engine import Exchanged, StartedLookup, build_tables
 from gem_embeddings.plan import place_tables
 from gem_embeddings.sharded.engine import TorchTables
 from gem_jagged.batch import Jagged
@@ -33,8 +33,9 @@ GPU = torch.cuda.is_available()
 TABLES, ROWS, WIDTH, EXAMPLES, IDS = (26, 200_000, 128, 8192, 10) if GPU else (3, 500, 16, 64, 5)
 LAYERS, DENSE_WIDTH = (12, 8192) if GPU else (2, 64)
 ROUNDS, STEPS = 4, 4
-# What follows a step: a mean, nothing, rows gathered ahead.
-VARIANTS = ("plain", "no sync", "fully sharded", "gathered ahead")
+# What ends a step: a mean of all rows, nothing, gradients exchanged before rows move, the mean of
+# slices, that with rows gathered ahead.
+VARIANTS = ("plain", "no sync", "exact", "fully sharded", "gathered ahead")
 
 
 def main() -> None:
@@ -55,8 +56,17 @@ def main() -> None:
 def measure(world: World) -> list[dict[str, Any]]:
     batches = [ids_of(world, step) for step in range(2)]
     net = dense(world)
+    rows = two_groups(world, net, batches)
+    return rows + [exchange(world, net, batches, wire) for wire in ("fp32", "bf16")]
+
+
+def two_groups(
+    world: World, net: nn.Sequential, batches: list[dict[str, Jagged]]
+) -> list[dict[str, Any]]:
+    """A row of each variant; what they hold is gone afterwards."""
     plain, sliced = (engine_of(world, fully_sharded=fully) for fully in (False, True))
-    engines = {name: plain if name in ("plain", "no sync") else sliced for name in VARIANTS}
+    exact = engine_of(world, fully_sharded=False, replicas="gradients")
+    engines = dict(zip(VARIANTS, (plain, plain, exact, sliced, sliced), strict=True))
     took: dict[str, list[float]] = {name: [] for name in VARIANTS}
     for turn in range(ROUNDS + 1):
         for name, engine in engines.items():
@@ -65,13 +75,14 @@ def measure(world: World) -> list[dict[str, Any]]:
             took[name] += times[1:] if turn else []
     rows: list[dict[str, Any]] = []
     for name, engine in engines.items():
-        other = sliced if engine is plain else plain
+        others = [other for other in (plain, sliced, exact) if other is not engine]
         timed(sliced, net, batches, "fully sharded")  # leaves nothing gathered
         if GPU:
             torch.cuda.reset_peak_memory_stats()
         timed(engine, net, batches, name)
         held = engine.resident_bytes()
-        peak = torch.cuda.max_memory_allocated() - other.resident_bytes() if GPU else None
+        beside = sum(other.resident_bytes() for other in others)
+        peak = torch.cuda.max_memory_allocated() - beside if GPU else None
         rows.append(
             {
                 "bench": "fully_sharded",
@@ -83,8 +94,7 @@ def measure(world: World) -> list[dict[str, Any]]:
                 "ids": sum(batch.total_tokens for batch in batches[0].values()),
             }
         )
-    del plain, sliced, engines
-    return rows + [exchange(world, net, batches, wire) for wire in ("fp32", "bf16")]
+    return rows
 
 
 def exchange(
@@ -127,7 +137,12 @@ def exposed_frac(
 
 
 def engine_of(
-    world: World, *, fully_sharded: bool, groups: int | None = None, wire: RowDtype = "fp32"
+    world: World,
+    *,
+    fully_sharded: bool,
+    groups: int | None = None,
+    wire: RowDtype = "fp32",
+    replicas: Exchanged = "weights",
 ) -> TorchTables:
     """Tables in groups of one rank, whole or sliced; with ``groups=1`` cut by rows over all."""
     groups = world.size if groups is None else groups
@@ -138,7 +153,8 @@ def engine_of(
         )
         for i in range(TABLES)
     ]  # fmt: skip
-    rule = OptimizerSpec(lr=0.01, moment_scale=float(groups))
+    scale = groups if replicas == "weights" else 1
+    rule = OptimizerSpec(lr=0.01, moment_scale=float(scale))
     kind: Sharding = "table_wise" if groups == world.size else "row_wise"
     plan = place_tables(
         specs,
@@ -148,7 +164,7 @@ def engine_of(
         fully_sharded=fully_sharded,
         optimizer=rule,
     )
-    engine = build_tables(specs, (), plan, rule, world, wire_dtype=wire)
+    engine = build_tables(specs, (), plan, rule, world, wire_dtype=wire, replicas=replicas)
     if not isinstance(engine, TorchTables):
         raise TypeError(type(engine))
     return engine

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gem_embeddings.hashing import hash_to_rows, mix64
+from gem_embeddings.hashing import hash_parts_to_rows, hash_to_rows, mix64
 from gem_opkit.errors import ConfigError, DtypeError
 from gem_opkit.testing import check_refuses
 
@@ -96,3 +96,14 @@ def test_refuses():
             ),
         ]
     )
+
+
+def test_features_hashed_together_get_the_rows_that_each_gets_alone():
+    draw = torch.Generator().manual_seed(4)
+    sizes, rows, seeds = [5, 0, 7, 1], [3, 10, 2**62, 1], [0, 1, 2**63 - 1, 7]
+    parts = [torch.randint(-(2**63), 2**63 - 1, (size,), generator=draw) for size in sizes]
+    alone = [
+        hash_to_rows(ids, count, seed=seed)
+        for ids, count, seed in zip(parts, rows, seeds, strict=True)
+    ]
+    assert torch.equal(hash_parts_to_rows(torch.cat(parts), sizes, rows, seeds), torch.cat(alone))

@@ -8,6 +8,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from gem_embeddings.checkpoint_files import copied, read, read_facts, write
+from gem_embeddings.checksums import CHECKSUMS, checksum, write_checksums
 from gem_embeddings.pieces import Piece, flat_pieces, local_pieces, sharded_tensor
 from gem_opkit.errors import DataError, ShapeError
 from gem_opkit.testing import check_refuses
@@ -142,18 +143,53 @@ def refused_on_every_rank(world, folder, cases):
 
 def test_a_missing_or_damaged_file_is_named_and_nothing_is_half_loaded(tmp_path):
     run_ranks(save_all, 2, ["rows"], tmp_path)
-    for name in ("missing", "short", "changed"):
+    damages = ("missing", "short", "changed", "swapped", "unlisted", "forged", "torn", "bare",
+               "other")  # fmt: skip
+    for name in damages:
         shutil.copytree(tmp_path / "rows", tmp_path / name)
     (tmp_path / "missing" / "__1_0.distcp").unlink()
     file = tmp_path / "short" / "__1_0.distcp"
     file.write_bytes(file.read_bytes()[:-200])
     file = tmp_path / "changed" / "__1_0.distcp"
-    file.write_bytes(b"\0" * file.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    # Such as files of two ranks of one size that a copy has mixed up.
+    one, other = (tmp_path / "swapped" / f"__{rank}_0.distcp" for rank in range(2))
+    contents = one.read_bytes(), other.read_bytes()
+    size = max(map(len, contents))
+    for path, content in zip((one, other), contents, strict=True):
+        path.write_bytes(content.ljust(size, b"\0"))
+    listed = {path.name: checksum(path) for path in one.parent.iterdir()}
+    del listed[CHECKSUMS]
+    write_checksums(one.parent, listed)
+    one.write_bytes(contents[1].ljust(size, b"\0"))
+    other.write_bytes(contents[0].ljust(size, b"\0"))
+    (tmp_path / "unlisted" / CHECKSUMS).unlink()
+    file = tmp_path / "forged" / CHECKSUMS
+    file.write_text(file.read_text().replace("bytes", "bits", 1))
+    # True of every folder, and true of another one.
+    write_checksums(tmp_path / "bare", {})
+    write_checksums(tmp_path / "other", {**listed, "__2_0.distcp": {"bytes": 1, "crc32": 0}})
+    file = tmp_path / "torn" / ".metadata"
+    file.write_bytes(file.read_bytes()[::-1])
     (tmp_path / "empty").mkdir()
+    restore = "; restore it, or load another checkpoint"
     cases = [
-        ("missing", "have the file __1_0.distcp with a part of .*; got no such file"),
-        ("short", "have the file __1_0.distcp with a part of .*; got .* bytes; restore it"),
-        ("changed", "must be (readable|loaded)"),
+        ("missing", "must have the file __1_0.distcp, [0-9]+ bytes; got no such file" + restore),
+        ("short", "must have the file __1_0.distcp, [0-9]+ bytes; got [0-9]+ bytes" + restore),
+        ("changed", r"hold in __1_0.distcp what was written \(CRC-32 .*\); got other bytes"),
+        ("swapped", "hold in __[01]_0.distcp what was written .*; got other bytes"),
+        (
+            "unlisted",
+            "must have the file checksums.json; got no such file"
+            + restore
+            + "; one of format 1 has none",
+        ),
+        ("bare", "must hold in checksums.json what was written; got something else" + restore),
+        ("other", "must have the file __[0-2]_0.distcp, [0-9]+ bytes; got"),
+        ("forged", "must hold in checksums.json what was written; got something else" + restore),
+        ("torn", "hold in .metadata what was written .*; got other bytes"),
         ("empty", "must be a whole checkpoint; got no file .metadata"),
         ("nowhere", "must be a whole checkpoint; got no such folder"),
     ]

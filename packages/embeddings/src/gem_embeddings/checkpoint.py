@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gem_embeddings.checkpoint_files import copied, read, read_facts, write
+from gem_embeddings.checkpoint_files import Whole, agreement, copied, read, read_facts, write
 from gem_embeddings.contract import TableOptimizer
 from gem_embeddings.engine import TableEngine
 from gem_embeddings.rules import STATE_NAMES, is_row_wise
@@ -29,8 +29,9 @@ from gem_embeddings.tables import EmbeddingTables
 from gem_opkit.errors import DataError, refusal
 from gem_parallel.launch import World
 
-FORMAT = 1
+FORMAT = 2
 _NAME = "load_tables"
+_FREE = "free memory and space there"
 
 
 def save_tables(engine: TableEngine, folder: Path | str) -> None:
@@ -50,7 +51,8 @@ def save_tables(engine: TableEngine, folder: Path | str) -> None:
     Cost: host memory for what a rank holds, once.
     """
     engine.sync()
-    write(copied(engine.table_state()), _facts(engine), Path(folder), engine.world)
+    state = _copy(engine, Path(folder))
+    write(state, _facts(engine), Path(folder), engine.world)
 
 
 def load_tables(engine: TableEngine, folder: Path | str, *, optimizer: bool = True) -> None:
@@ -111,7 +113,9 @@ def save_plain_tables(
         "step": max((int(entry["step"]) for entry in optimizer.state.values()), default=0),
         "lr": optimizer.param_groups[0]["lr"],
     }
-    write(copied(state), facts, Path(folder), world)
+    with agreement(world, None, Path(folder), "be written", _FREE).step():
+        host = copied(state)
+    write(host, facts, Path(folder), world)
 
 
 def load_plain_tables(
@@ -193,8 +197,7 @@ class TableSaver:
         self.wait()
         # The copy below is made of what sync has left: one that is under way must end first.
         self._engine.sync()
-        state, facts = copied(self._engine.table_state()), _facts(self._engine)
-        given = state, facts, Path(folder)
+        given = _copy(self._engine, Path(folder)), _facts(self._engine), Path(folder)
         # A daemon: where another rank has died, its partners must not keep this process alive.
         self._thread = threading.Thread(target=self._write, args=given, daemon=True)
         self._thread.start()
@@ -217,6 +220,13 @@ class TableSaver:
             write(state, facts, folder, self._engine.world, group=self._group)
         except BaseException as fault:  # noqa: BLE001 - raised by wait, in the thread that saves
             self._fault = fault
+
+
+def _copy(engine: TableEngine, folder: Path) -> dict[str, Whole]:
+    """Copy what all ranks hold into host memory, on every rank or on none."""
+    state = engine.table_state()
+    with agreement(engine.world, None, folder, "be copied into host memory", _FREE).step():
+        return copied(state)
 
 
 def _facts(engine: TableEngine) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """The files of a table checkpoint: written whole or not at all, read whole or not at all.
 
-The format is that of ``torch.distributed.checkpoint``. Every rank writes its own pieces into a
-folder under another name, which is renamed when all are done. A load first holds the files against
-the index and reads everything into host memory; only when every rank has succeeded is anything
-overwritten.
+The format is that of ``torch.distributed.checkpoint``, with checksums beside it. Every rank writes
+its own pieces into a folder under another name, which is renamed when all are done. A load first
+holds the files against their checksums and reads everything into host memory; only when every rank
+has succeeded is anything overwritten.
 """
 
 import json
@@ -27,7 +27,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
-from gem_embeddings.agreement import most_of
+from gem_embeddings.agreement import Agreement, first_words
+from gem_embeddings.checkpoint_write import write_agreed
+from gem_embeddings.checksums import check_files, write_checksums
 from gem_embeddings.pieces import local_pieces
 from gem_opkit.errors import DataError, GemError, refusal
 from gem_parallel.launch import World
@@ -116,7 +118,8 @@ def write(
         DataError: the folder is taken, or a rank could not write; nothing is left there then.
     """
     partial = folder.with_name(f"partial-{folder.name}")
-    with all_or_none(world, group, folder, "be written", "free space there"):
+    ranks = agreement(world, group, folder, "be written", "free space there")
+    with ranks.step():
         if folder.exists():
             raise DataError(
                 refusal(
@@ -131,17 +134,11 @@ def write(
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
     text = torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8)
-    content: dict[str, Any] = {**state, _FACTS: text}
     try:
-        with all_or_none(world, group, folder, "be written", "free space there"), _alone_is_meant():
-            dcp.save(
-                content,
-                storage_writer=dcp.FileSystemWriter(partial),
-                process_group=group,
-                no_dist=world.size == 1,
-            )
-        with all_or_none(world, group, folder, "be written", "free space there"):
+        files = write_agreed({**state, _FACTS: text}, partial, ranks)
+        with ranks.step():
             if world.is_first:
+                write_checksums(partial, files)
                 partial.rename(folder)
     except BaseException:
         if world.is_first:
@@ -149,20 +146,33 @@ def write(
         raise
 
 
+def agreement(
+    world: World, group: dist.ProcessGroup | None, folder: Path, must: str, fix: str
+) -> Agreement:
+    """Say what ranks agree upon about a checkpoint.
+
+    Args:
+        world: the ranks.
+        group: over which they talk; None for the default one.
+        folder: of the checkpoint.
+        must: what has to be done to it.
+        fix: what can be done where it fails.
+    """
+    return Agreement(world, group, _NAME, str(folder), must, fix)
+
+
 def read_facts(folder: Path) -> dict[str, Any]:
     """Read what a checkpoint says of itself.
 
     Args:
-        folder: of the checkpoint.
+        folder: of a checkpoint whose files are what was written.
 
     Raises:
-        DataError: there is none, or it is damaged.
+        DataError: there is none, or it cannot be read.
     """
-    index = _index(folder)
-    entry = index.state_dict_metadata.get(_FACTS)
+    entry = _index(folder).state_dict_metadata.get(_FACTS)
     if not isinstance(entry, TensorStorageMetadata):
         raise _refused(folder, "be one of tables", f"no {_FACTS}", "give the folder of tables")
-    _check_files(folder, index)
     text = torch.empty(entry.size, dtype=torch.uint8)
     with _named(folder), _alone_is_meant():
         dcp.load({_FACTS: text}, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
@@ -182,22 +192,25 @@ def read(
         state: name -> tensor, all of which must be in the checkpoint; more may be.
         folder: of the checkpoint.
         world: the ranks.
-        check: raises where the checkpoint does not fit for other reasons; called first.
+        check: raises where the checkpoint does not fit for other reasons; called once its files are
+            known to be what was written.
 
     Raises:
-        DataError: a file is missing or damaged, or a tensor is missing or has another size, on any
-            rank. The state is as it was, on all ranks.
+        DataError: a file is missing, cut or altered, or a tensor is missing or has another size, on
+            any rank. The state is as it was, on all ranks.
 
-    Cost: host memory for what this rank holds of the state, once.
+    Cost: host memory for what this rank holds of the state, once. Every file is read through once
+        by some rank, besides the parts that are loaded.
     """
     fix = "restore the files, or load another checkpoint"
-    with all_or_none(world, None, folder, "be loaded", fix):
+    ranks = agreement(world, None, folder, "be loaded", fix)
+    with ranks.step():
+        _check_whole(folder, world)
+    with ranks.step():
         check()
-        index = _index(folder)
-        _check_sizes(folder, index, state)
-        _check_files(folder, index)
+        _check_sizes(folder, _index(folder), state)
     staged: dict[str, Whole] = {}
-    with all_or_none(world, None, folder, "be loaded", fix), _named(folder), _alone_is_meant():
+    with ranks.step(), _named(folder), _alone_is_meant():
         staged |= {name: Whole.of(tensor, copy=False) for name, tensor in state.items()}
         # Each rank reads alone: a fault of one must not leave others waiting within torch.
         dcp.load(dict(staged), storage_reader=dcp.FileSystemReader(folder), no_dist=True)
@@ -206,55 +219,18 @@ def read(
             own.values.copy_(piece)
 
 
-@contextmanager
-def all_or_none(
-    world: World, group: dist.ProcessGroup | None, folder: Path, must: str, fix: str
-) -> Iterator[None]:
-    """Let a block succeed on every rank, or fail on every rank. Every rank has to enter it.
-
-    Args:
-        world: the ranks.
-        group: over which they talk; None for the default one.
-        folder: named in the error of ranks that did not fail themselves.
-        must: what the folder failed to do.
-        fix: what can be done.
-
-    Raises:
-        DataError: another rank failed; its own error is in the message.
-    """
-    fault: BaseException | None = None
-    try:
-        yield
-    except BaseException as own:  # noqa: BLE001 - raised again below, after the others were told
-        fault = own
-    if most_of(int(fault is not None), world, group) and world.size > 1:
-        told: list[str | None] = [None] * world.size
-        own_words = None if fault is None else _first_words(fault)
-        dist.all_gather_object(told, own_words, group=group)
-        failed = [rank for rank, words in enumerate(told) if words is not None]
-        if fault is None:
-            raise _refused(folder, must, f"rank {failed[0]}: {told[failed[0]]}", fix)
-    if fault is not None:
-        if isinstance(fault, GemError) or not isinstance(fault, CheckpointException | Exception):
-            raise fault
-        raise _refused(folder, must, _first_words(fault), fix) from fault
-
-
 def _refused(folder: Path, must: str, got: object, fix: str) -> DataError:
     return DataError(refusal(_NAME, str(folder), must=must, got=got, fix=fix))
 
 
-def _first_words(fault: BaseException) -> str:
-    """What really happened: torch wraps the fault of a rank into one that is no Exception."""
-    if isinstance(fault, CheckpointException) and fault.failures:
-        fault = next(iter(fault.failures.values()))[0]
-    return str(fault) if isinstance(fault, GemError) else f"{type(fault).__name__}: {fault}"
-
-
-def _index(folder: Path) -> Metadata:
+def _check_whole(folder: Path, world: World) -> None:
     if not (folder / ".metadata").is_file():
         got = "no file .metadata" if folder.is_dir() else "no such folder"
         raise _refused(folder, "be a whole checkpoint", got, "give a folder that was saved whole")
+    check_files(_NAME, folder, world)
+
+
+def _index(folder: Path) -> Metadata:
     with _named(folder):
         return dcp.FileSystemReader(folder).read_metadata()
 
@@ -284,25 +260,6 @@ def _check_sizes(folder: Path, index: Metadata, state: Mapping[str, Tensor]) -> 
             )
 
 
-def _check_files(folder: Path, index: Metadata) -> None:
-    """Every file of the checkpoint is there, as long as it has to be."""
-    ends: dict[str, tuple[int, str]] = {}
-    for place, info in (index.storage_data or {}).items():
-        end = info.offset + info.length, place.fqn
-        ends[info.relative_path] = max(ends.get(info.relative_path, (0, "")), end)
-    for path, (end, name) in sorted(ends.items()):
-        file = folder / path
-        size = file.stat().st_size if file.is_file() else None
-        if size is None or size < end:
-            got = "no such file" if size is None else f"{size} bytes"
-            raise _refused(
-                folder,
-                f"have the file {path} with a part of {name}, {end} bytes",
-                got,
-                "restore it, or load another checkpoint",
-            )
-
-
 @contextmanager
 def _named(folder: Path) -> Iterator[None]:
     """Turn what damaged files make torch raise into one line."""
@@ -312,7 +269,7 @@ def _named(folder: Path) -> Iterator[None]:
         raise
     except (CheckpointException, Exception) as fault:
         raise _refused(
-            folder, "be readable", _first_words(fault), "restore it, or load another checkpoint"
+            folder, "be readable", first_words(fault), "restore it, or load another checkpoint"
         ) from fault
 
 

@@ -40,8 +40,8 @@ class TableCounts:
 COUNTS: tuple[str, ...] = tuple(field.name for field in fields(TableCounts))
 
 
-# Where counts stood: those of the host and those of the device, by table.
-Mark = tuple[Mapping[str, Sequence[int]], Mapping[str, Tensor]]
+# Where counts stood: those of the host and those of the device, by table, and for all tables.
+Mark = tuple[Mapping[str, Sequence[int]], Mapping[str, Tensor], Tensor | None]
 
 
 class TableCounters:
@@ -59,6 +59,7 @@ class TableCounters:
         # looked_up, unique, empty_bags; lists, since each feature of each step adds to them.
         self._host = {table: [0, 0, 0] for table in self._clips}
         self._outside: dict[str, Tensor] = {}
+        self._outside_T: Tensor | None = None
 
     def add(self, table: str, *, looked_up: int = 0, unique: int = 0, empty_bags: int = 0) -> None:
         """Add what the host knows.
@@ -81,8 +82,15 @@ class TableCounters:
             table: name of the table.
             count: int64 scalar on any device; read later, so nothing else may write to it.
         """
-        before = self._outside.get(table)
-        self._outside[table] = count if before is None else before.to(count.device) + count
+        self._outside[table] = _added(self._outside.get(table), count)
+
+    def add_outside_all(self, counts_T: Tensor) -> None:
+        """Add ids outside the rows of all tables, in one launch.
+
+        Args:
+            counts_T: int64, one for each table in their order, as for ``add_outside``.
+        """
+        self._outside_T = _added(self._outside_T, counts_T)
 
     def read(self) -> dict[str, TableCounts]:
         """Return all counts, by table. Waits for the device where ids outside were counted there.
@@ -95,6 +103,9 @@ class TableCounters:
             # One wait for all tables of a device.
             found = torch.stack(list(self._outside.values())).tolist()
             outside.update(zip(self._outside, found, strict=True))
+        if self._outside_T is not None:
+            for table, count in zip(self._host, self._outside_T.tolist(), strict=True):
+                outside[table] += count
         return {
             table: TableCounts(
                 looked_up=looked_up,
@@ -113,7 +124,7 @@ class TableCounters:
             as ``read``.
         """
         found = self.read()
-        self.return_to(({}, {}))
+        self.return_to(({}, {}, None))
         return found
 
     def mark(self) -> Mark:
@@ -122,7 +133,8 @@ class TableCounters:
         Returns:
             something that ``return_to`` takes.
         """
-        return {table: list(counts) for table, counts in self._host.items()}, dict(self._outside)
+        host = {table: list(counts) for table, counts in self._host.items()}
+        return host, dict(self._outside), self._outside_T
 
     def return_to(self, mark: Mark) -> None:
         """Forget what has been counted since a mark, such as a step that is done again.
@@ -132,3 +144,9 @@ class TableCounters:
         """
         self._host = {table: list(mark[0].get(table, (0, 0, 0))) for table in self._clips}
         self._outside = dict(mark[1])
+        self._outside_T = mark[2]
+
+
+def _added(before: Tensor | None, count: Tensor) -> Tensor:
+    # Tables that were moved to a GPU may have counted on a CPU: nothing waits for that either.
+    return count if before is None else before.to(count.device, non_blocking=True) + count

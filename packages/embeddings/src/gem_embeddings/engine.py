@@ -6,8 +6,8 @@ same in every engine, so that a model and its tests do not know which one they h
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Self, get_args, overload
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,14 @@ from gem_embeddings.contract import LookupSpec, OptimizerSpec, RowDtype, TablePl
 from gem_embeddings.counters import TableCounts
 from gem_jagged.batch import Jagged
 from gem_opkit.errors import ConfigError, refusal
+from gem_parallel.contract import SPARSE_AXES
 from gem_parallel.launch import World
 
 Engine = Literal["torch", "torchrec"]
+# When rows move: in every backward pass, or in ``apply``.
+Update = Literal["backward", "step"]
+# What sharding groups exchange: their rows, now and then, or the gradients of every update.
+Exchanged = Literal["weights", "gradients"]
 
 
 class StartedLookup:
@@ -45,6 +50,14 @@ class TableEngine(nn.Module, ABC):
     - ``sync`` replaces weights and optimizer rows by their mean over the sharding groups. An
       engine whose plan is fully sharded does it in every backward pass.
 
+    Two settings change that:
+
+    - ``update="step"``: backward passes hold the gradients of rows, and add up. ``apply`` moves
+      the rows once, by the sum; ``discard`` drops what is held.
+    - ``replicas="gradients"``: the gradient is the mean over all ranks, of all sharding groups.
+      Every group moves its rows by it, so groups stay equal bit for bit, ``sync`` has nothing to
+      do, and any plan learns what one process would from the batches of all ranks.
+
     Forward and backward are collective: every rank has to run them equally often and in the same
     order, a rank whose data has ended with empty batches.
 
@@ -56,13 +69,18 @@ class TableEngine(nn.Module, ABC):
         plan: where the tables lie.
         specs: the tables, in the order given.
         optimizer: how rows learn; its ``lr`` is the initial one.
-        step: backward passes so far. Set when a checkpoint is loaded.
+        update: when rows move.
+        replicas_exchange: what sharding groups exchange.
+        step: times that rows have moved: backward passes, or calls of ``apply``. Set when a
+            checkpoint is loaded.
     """
 
     world: World
     plan: TablePlan
     specs: tuple[TableSpec, ...]
     optimizer: OptimizerSpec
+    update: Update
+    replicas_exchange: Exchanged
     step: int
 
     @abstractmethod
@@ -101,12 +119,63 @@ class TableEngine(nn.Module, ABC):
             DataError: bad ids on any rank of the sharding group; every rank of it raises.
         """
 
+    @overload
+    def apply(self) -> None: ...
+
+    @overload
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self: ...
+
+    def apply(self, fn: Callable[[nn.Module], None] | None = None) -> Self | None:
+        """Move rows by the sum of the gradients that backward passes hold, and hold none.
+
+        Collective over all ranks. A rank whose batches named no row takes part with none.
+
+        Args:
+            fn: called with this module instead, as by ``apply`` of any other; rows are not its.
+
+        Raises:
+            ConfigError: rows move in the backward pass, or no backward pass has run since the last
+                ``apply`` or ``discard``; the same on every rank.
+        """
+        if fn is not None:
+            return super().apply(fn)
+        self.apply_held()
+        return None
+
+    @abstractmethod
+    def apply_held(self) -> None:
+        """Move rows by what is held: what ``apply`` does."""
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Drop the gradients that backward passes hold; rows and ``step`` stay as they are.
+
+        Not collective, but all ranks have to do it, or none.
+
+        Raises:
+            ConfigError: rows move in the backward pass.
+        """
+
+    @abstractmethod
+    def held_finite(self) -> Tensor:
+        """Tell whether the gradients held on this rank, and their squares, are finite.
+
+        Those of the rows that this rank holds, from all ranks of its sharding group: two ranks may
+        get different answers. Waits for no device.
+
+        Returns:
+            a bool scalar on the device of the tables; True where nothing is held.
+
+        Raises:
+            ConfigError: rows move in the backward pass.
+        """
+
     @abstractmethod
     def sync(self) -> None:
         """Replace weights and optimizer rows by their mean over the sharding groups.
 
-        Collective over all ranks. Nothing happens with one group, or where the plan is fully
-        sharded, which keeps the mean at all times.
+        Collective over all ranks. Nothing happens with one group, where the plan is fully sharded,
+        which keeps the mean at all times, or where groups exchange gradients and so are equal.
         """
 
     @property
@@ -136,12 +205,14 @@ class TableEngine(nn.Module, ABC):
         Returns:
             ``tables.<name>.weight`` and ``tables.<name>.<optimizer row>`` -> DTensor of the whole
             table, or a plain tensor on one rank. They share memory with the tables: copying into
-            them changes the tables.
+            them changes the tables. Gradients that are held are no part of it.
         """
 
     @abstractmethod
     def load_table_state(self, state: Mapping[str, Tensor]) -> None:
         """Take over a state; shapes and layout as those of ``table_state``.
+
+        Gradients that are held are dropped.
 
         Args:
             state: the same keys. Tensors of ``table_state`` itself, which were overwritten in
@@ -183,6 +254,8 @@ def build_tables(  # noqa: PLR0913 - the last four are settings of their own
     wire_dtype: RowDtype = "fp32",
     seed: int = 0,
     mesh: DeviceMesh | None = None,
+    update: Update = "backward",
+    replicas: Exchanged = "weights",
 ) -> TableEngine:
     """Build the engine that holds this rank's part of the tables. Every rank has to call it.
 
@@ -201,30 +274,47 @@ def build_tables(  # noqa: PLR0913 - the last four are settings of their own
             the table's name, row and column alone, so every plan starts with the same bits.
         mesh: axes (table_shard, table_replicate) over all ranks; None makes one. Engines of one
             job may share it.
+        update: ``backward`` moves rows in every backward pass. ``step`` holds their gradients over
+            several, until ``apply`` moves the rows or ``discard`` drops them.
+        replicas: ``weights`` lets each sharding group learn from its own ranks, and averages rows
+            in ``sync``: one exchange of all rows, as rarely as wanted. ``gradients`` merges the row
+            gradients of all groups before rows move: exact, for an exchange in every step.
 
     Returns:
         the engine.
 
     Raises:
-        ConfigError: a plan for other ranks or tables, or specs that contradict each other.
+        ConfigError: a plan for other ranks or tables, a mesh of other axes, or specs that
+            contradict each other.
         UnsupportedError: what the engine cannot do; the message names table, sharding, engine, and
             the engine that can.
     """
-    if engine not in ("torch", "torchrec"):
-        raise ConfigError(
-            refusal(
-                "build_tables",
-                "engine",
-                must='be "torch" or "torchrec"',
-                got=repr(engine),
-                fix="choose one of them",
+    for name, value, kind in (
+        ("engine", engine, Engine),
+        ("wire_dtype", wire_dtype, RowDtype),
+        ("update", update, Update),
+        ("replicas", replicas, Exchanged),
+    ):
+        known = get_args(kind)
+        if value not in known:
+            raise ConfigError(
+                refusal(
+                    "build_tables",
+                    name,
+                    must="be " + " or ".join(f'"{one}"' for one in known),
+                    got=repr(value),
+                    fix="choose one of them",
+                )
             )
-        )
+    if mesh is not None:
+        _check_mesh(mesh, plan)
     given: dict[str, Any] = {
         "device": world.device if device is None else torch.device(device),
         "wire_dtype": wire_dtype,
         "seed": seed,
         "mesh": mesh,
+        "update": update,
+        "replicas": replicas,
     }
     # Imported here: each engine brings what the other does not need, torchrec a compiled library.
     # Any: a type checker that also finds this package installed sees two classes TableEngine.
@@ -238,3 +328,20 @@ def build_tables(  # noqa: PLR0913 - the last four are settings of their own
 
         made = TorchrecTables(specs, lookups, plan, optimizer, world, **given)
     return made
+
+
+def _check_mesh(mesh: DeviceMesh, plan: TablePlan) -> None:
+    """Refuse a mesh whose groups are not those of the plan: its ranks would average wrongly."""
+    wanted = dict(zip(SPARSE_AXES, (plan.table_shard, plan.table_replicate), strict=True))
+    found = dict(zip(mesh.mesh_dim_names or (), mesh.mesh.shape, strict=False))
+    ranks = mesh.mesh.flatten().tolist()
+    if found != wanted or list(found) != list(wanted) or ranks != list(range(plan.ranks)):
+        raise ConfigError(
+            refusal(
+                "build_tables",
+                "mesh",
+                must=f"have the axes {wanted} over ranks 0 to {plan.ranks - 1} in order",
+                got=f"{found or tuple(mesh.mesh.shape)} over {ranks}",
+                fix="leave it out, or make it with init_device_mesh for this plan",
+            )
+        )

@@ -7,6 +7,8 @@ arithmetic does, because torch has few operators on uint64.
 Left out: tables that remember which id owns a row. Here two ids may share a row.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -47,7 +49,14 @@ def mix64(ids: Tensor, *, seed: int = 0) -> Tensor:
         the constants are those of its widely used variant 13.
     """
     _check(ids, seed)
-    word = ids.to(torch.int64) + _signed(_GOLDEN * (seed + 1))
+    return _finalised(ids.to(torch.int64) + _start(seed))
+
+
+def _start(seed: int) -> int:
+    return _signed(_GOLDEN * (seed + 1))
+
+
+def _finalised(word: Tensor) -> Tensor:
     word = _xor_shifted(word, 30).mul_(_FIRST)
     word = _xor_shifted(word, 27).mul_(_SECOND)
     return _xor_shifted(word, 31)
@@ -80,9 +89,34 @@ def hash_to_rows(ids: Tensor, num_embeddings: int, *, seed: int = 0) -> Tensor:
                 fix="a table has rows",
             )
         )
-    # 63 bits, so that the remainder of a signed division is that of the unsigned one.
-    word = (mix64(ids, seed=seed) >> 1).bitwise_and_(2**63 - 1)
-    return word.remainder_(num_embeddings)
+    return _positive(mix64(ids, seed=seed)).remainder_(num_embeddings)
+
+
+def hash_parts_to_rows(
+    ids_I: Tensor, sizes: Sequence[int], rows: Sequence[int], seeds: Sequence[int]
+) -> Tensor:
+    """Hash the ids of several features at once, each as ``hash_to_rows`` does.
+
+    Args:
+        ids_I: int64, feature after feature; overwritten.
+        sizes: ids of each feature.
+        rows: of the table of each feature.
+        seeds: of the table of each feature.
+
+    Returns:
+        rows, int64, feature after feature.
+
+    Cost: on a GPU as many launches as for one feature, and a few.
+    """
+    torch._foreach_add_(ids_I.split(list(sizes)), [_start(seed) for seed in seeds])
+    rows_I = torch.zeros_like(ids_I)
+    torch._foreach_add_(rows_I.split(list(sizes)), list(rows))
+    return _positive(_finalised(ids_I)).remainder_(rows_I)
+
+
+def _positive(word: Tensor) -> Tensor:
+    """Take 63 bits, so that the remainder of a signed division is that of the unsigned one."""
+    return (word >> 1).bitwise_and_(2**63 - 1)
 
 
 def _check(ids: Tensor, seed: int) -> None:

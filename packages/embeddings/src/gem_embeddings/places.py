@@ -82,7 +82,8 @@ def places_of(op: str, slots: Sequence[int], device: torch.device) -> Places:
     Raises:
         UnsupportedError: a row wider than a kernel takes.
 
-    Cost: the first call for a layout copies some numbers to the device.
+    Cost: the first call for a layout copies some numbers to the device, which the host does not
+        wait for: vectors that have just arrived have another layout in every step.
     """
     widest = max(slots[3::SLOT], default=0)
     if widest > WIDEST:
@@ -110,8 +111,9 @@ def _places(slots: tuple[int, ...], device: torch.device) -> Places:
         examples.append(before)
         before += 0 if pooling == none else width
 
-    def numbers(of: Sequence[int]) -> Tensor:
-        return torch.tensor(list(of), dtype=torch.int64, device=device)
+    def numbers(of: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+        # Read before this returns: a few numbers go through a buffer of the driver.
+        return torch.tensor(of, dtype=torch.int64).to(device, non_blocking=True)
 
     classes = []
     for number, size in enumerate(sizes):
@@ -135,7 +137,7 @@ def _places(slots: tuple[int, ...], device: torch.device) -> Places:
         align //= 2
     table = [offsets, row_offsets, rows, widths, poolings, [sizes.index(b) for b in blocks]]
     return Places(
-        table=torch.tensor([*table, examples], dtype=torch.int64, device=device),
+        table=numbers([*table, examples]),
         features=len(widths),
         rows=max((a + b for a, b in zip(row_offsets, rows, strict=True)), default=0),
         mixed=none in poolings,

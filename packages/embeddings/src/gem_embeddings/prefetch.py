@@ -59,7 +59,8 @@ class Prefetcher(Generic[Batch]):
         batches: of this rank, any number, also none.
         ids: feature -> ids of a batch, as ``engine(...)`` takes them; None where a batch is that.
         weights: feature -> weights of ids of a batch; None where there are none.
-        empty: makes a batch without examples, for a rank that has run out before others.
+        empty: makes a batch without examples, for a rank that has run out before others; called
+            once more than is needed, since the others may have run out too.
 
     Raises:
         DataError: while iterating: another rank could not read or look up a batch. The rank itself
@@ -107,36 +108,41 @@ class Prefetcher(Generic[Batch]):
         Returns:
             the batch, or None at the end of all; and why its ids could not be sent.
         """
+        # Whatever the caller's own functions do is done before ranks agree: a rank that fails
+        # between that and its lookup would leave its group waiting there.
         batch: Batch | None = None
+        ids: Any = None
+        weights: Mapping[str, Tensor] | None = None
         code = _FAULT
         if fault is None:
             try:
-                batch = next(batches)
-                code = _HAS
-            except StopIteration:
-                code = _ENDED
+                batch, ended = self._next(batches)
+                ids, weights = self._parts(batch)
+                code = _ENDED if ended else _HAS
             except Exception as own:  # noqa: BLE001 - raised by _agree, once the others know
                 fault = own
         if self._agree(code, fault) == _ENDED:
             return None, None
         try:
-            return self._start(batch, ended=code == _ENDED), None
+            return Ready(batch, self._engine.start(ids, weights)), None
         except Exception as own:  # noqa: BLE001 - raised by _agree, when the next batch is due
             return None, own
 
-    def _start(self, batch: Batch | None, *, ended: bool) -> Ready[Batch]:
-        if ended and self._empty is not None:
-            batch = self._empty()
+    def _next(self, batches: Iterator[Batch]) -> tuple[Batch | None, bool]:
+        """Read a batch, or make an empty one where others may go on; and whether none was left."""
+        try:
+            return next(batches), False
+        except StopIteration:
+            alone = self._empty is None or self._engine.world.size == 1
+            return None if alone else self._empty(), True
+
+    def _parts(self, batch: Batch | None) -> tuple[Any, Mapping[str, Tensor] | None]:
+        """What the engine takes of a batch."""
         if batch is None:
-            device = self._engine.world.device
-            none = torch.zeros(0, dtype=torch.int64, device=device)
-            nothing = Jagged.from_lengths(none, [])
-            return Ready(
-                None, self._engine.start(dict.fromkeys(self._engine.feature_names, nothing))
-            )
-        weights = None if self._weights is None else self._weights(batch)
+            none = torch.zeros(0, dtype=torch.int64, device=self._engine.world.device)
+            return dict.fromkeys(self._engine.feature_names, Jagged.from_lengths(none, [])), None
         ids: Any = batch if self._ids is None else self._ids(batch)
-        return Ready(batch, self._engine.start(ids, weights))
+        return ids, None if self._weights is None else self._weights(batch)
 
     def _agree(self, code: int, fault: BaseException | None) -> int:
         """Tell all ranks how this one goes on, and learn how they do; raises where one cannot."""

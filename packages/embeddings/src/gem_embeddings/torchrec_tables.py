@@ -13,7 +13,7 @@ between ranks.
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -22,14 +22,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from gem_embeddings.contract import LookupSpec, OptimizerSpec, RowDtype, TablePlan, TableSpec
 from gem_embeddings.counters import TableCounters, TableCounts
-from gem_embeddings.engine import StartedLookup, TableEngine
+from gem_embeddings.engine import Exchanged, StartedLookup, TableEngine, Update
 from gem_embeddings.initial import fill_initial
 from gem_embeddings.inputs import features_of_tables
 from gem_embeddings.sharded.engine import TorchTables
 from gem_embeddings.sharded.state import load_pieces
 from gem_embeddings.torchrec_engine.agreement import agree
 from gem_embeddings.torchrec_engine.api import make_collection, torchrec_api
-from gem_embeddings.torchrec_engine.batches import Asked, Batches
+from gem_embeddings.torchrec_engine.batches import Batches
+from gem_embeddings.torchrec_engine.calls import Started, checked_started
 from gem_embeddings.torchrec_engine.configs import (
     collect_tables,
     make_module,
@@ -51,17 +52,6 @@ from gem_parallel.contract import SPARSE_AXES
 from gem_parallel.launch import World
 
 
-class _Started(StartedLookup):
-    """Ids on their way; used once."""
-
-    def __init__(self, asked: dict[str, Asked]) -> None:
-        self.asked = asked
-        self.contexts: list[Any] = []
-        self.arriving: list[Any] = []
-        self.replicated: StartedLookup | None = None
-        self.used = False
-
-
 class TorchrecTables(TableEngine):
     """Tables sharded by torchrec.
 
@@ -76,6 +66,8 @@ class TorchrecTables(TableEngine):
         wire_dtype: format in which vectors and their gradients travel.
         seed: of the initial weights.
         mesh: axes (table_shard, table_replicate) over all ranks; None makes one.
+        update: ``backward``: fbgemm moves rows there.
+        replicas: ``weights``, or with one sharding group either.
 
     Raises:
         ConfigError: a plan for other ranks or tables, or specs that contradict each other.
@@ -100,8 +92,15 @@ class TorchrecTables(TableEngine):
         wire_dtype: RowDtype = "fp32",
         seed: int = 0,
         mesh: DeviceMesh | None = None,
+        update: Update = "backward",
+        replicas: Exchanged = "weights",
     ) -> None:
         super().__init__()
+        if update != "backward":
+            refuse("update", 'be "backward", where fbgemm moves rows,', repr(update))
+        if replicas != "weights" and plan.table_replicate > 1:
+            refuse("replicas", 'be "weights" between sharding groups', repr(replicas))
+        self.update, self.replicas_exchange = update, replicas
         self.world, self.plan, self.specs = world, plan, tuple(specs)
         self.optimizer, self.step = optimizer, 0
         self.device = torch.device(world.device if device is None else device)
@@ -204,7 +203,7 @@ class TorchrecTables(TableEngine):
         weights = {} if weights is None else weights
         mark = self.counts.mark()
         fault: Exception | None = None
-        started = _Started({})
+        started = Started({})
         try:
             started.asked = self._batches.ask(ids, weights, count=self.training)
             self._refuse_gradients(weights)
@@ -268,9 +267,9 @@ class TorchrecTables(TableEngine):
         weights: Mapping[str, Tensor] | None,
     ) -> dict[str, Tensor]:
         if isinstance(ids, StartedLookup):
-            started = _checked_started(ids, weights)
+            started = checked_started(ids, weights)
         else:
-            started = _checked_started(self.start(ids, weights), None)
+            started = checked_started(self.start(ids, weights), None)
         started.used = True
         outputs: dict[str, Tensor] = {}
         moved: list[Tensor] = []
@@ -306,6 +305,21 @@ class TorchrecTables(TableEngine):
                     refuse(f"weights[{name!r}]", "need no gradient", "requires_grad=True")
 
     # ------------------------------------------------------------------------------ learning
+
+    def apply_held(self) -> None:
+        """Refuse: rows have moved in the backward pass."""
+        self._refuse_held("apply")
+
+    def discard(self) -> None:
+        """Refuse: rows have moved in the backward pass."""
+        self._refuse_held("discard")
+
+    def held_finite(self) -> Tensor:
+        """Refuse: rows have moved in the backward pass."""
+        self._refuse_held("held_finite")
+
+    def _refuse_held(self, call: str) -> NoReturn:
+        refuse(call, 'be called where update is "step", which there is not', "a call")
 
     def sync(self) -> None:
         """Replace weights and optimizer rows by their mean over the groups; see ``TableEngine``."""
@@ -394,27 +408,3 @@ def _plan_of(plan: TablePlan, names: Sequence[str]) -> TablePlan:
     """The same plan of some of its tables."""
     placements = tuple(p for p in plan.placements if p.table_name in names)
     return plan.model_copy(update={"placements": placements})
-
-
-def _checked_started(started: StartedLookup, weights: Mapping[str, Tensor] | None) -> _Started:
-    if weights is not None:
-        raise ConfigError(
-            refusal(
-                OP,
-                "weights",
-                must="be given to start, with the ids",
-                got="weights in forward",
-                fix="leave them out here",
-            )
-        )
-    if not isinstance(started, _Started) or started.used:
-        raise ConfigError(
-            refusal(
-                OP,
-                "ids",
-                must="be a batch, or what start of this engine returned, once",
-                got="a lookup that was used" if isinstance(started, _Started) else started,
-                fix="start the batch anew",
-            )
-        )
-    return started

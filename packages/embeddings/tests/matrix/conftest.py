@@ -1,4 +1,4 @@
-"""Lets the tests, and the ranks that they start, import `oracle`."""
+"""Lets the tests, and the ranks that they start, import `oracle` and `checkpoint_runs`."""
 
 import sys
 from pathlib import Path

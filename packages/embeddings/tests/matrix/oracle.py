@@ -2,7 +2,8 @@
 
 Each sharding group has tables of its own. In a step every rank's loss is the mean over its own
 batch, a table's gradient is the mean over the ranks of the group, and the rows that the group has
-looked up move by the rule; a sync replaces tables and states by their mean over groups.
+looked up move by the rule; a sync replaces tables and states by their mean over groups. Groups that
+exchange gradients are one group of all ranks.
 """
 
 import torch
@@ -101,14 +102,16 @@ class Oracle:
         ]
         self.steps = 0
 
-    def step(self, batches):
+    def step(self, batches, *, passes=1):
         """Train on a batch for each rank of each group.
 
         Args:
-            batches: for each group, one ``(examples, ids, weights)`` for each of its ranks.
+            batches: for each group, one ``(examples, ids, weights)`` for each of its ranks, and
+                for each pass where gradients of several add up.
+            passes: of each rank.
 
         Returns:
-            for each group, for each rank: loss, and gradient of the weights of ids.
+            for each group, for each batch: loss, and gradient of the weights of ids.
         """
         self.steps += 1
         told = []
@@ -138,7 +141,7 @@ class Oracle:
             for name, leaf in leaves.items():
                 rows = sorted(seen[name])
                 if rows:
-                    grad = leaf.grad[rows] / len(of_ranks)
+                    grad = leaf.grad[rows] * passes / len(of_ranks)
                     self._move(tables[name], states[name], rows, grad)
         return told
 

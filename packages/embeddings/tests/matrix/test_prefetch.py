@@ -203,3 +203,34 @@ def test_a_bad_id_on_one_rank_ends_all(replicas):
     words = run_ranks(broken, 2, replicas, with_bad_ids, (DataError,), 1)
     assert "ids['seen'] must be in [0, 23) for table 'item'; got 99" in words[1]
     assert "rank 1" in words[0]
+
+
+def with_functions_that_fail(world, name):
+    """One of what ``Prefetcher`` is given to take batches apart fails on the last rank."""
+
+    def fails(given):
+        taken = given[0] if given else 2
+        if world.rank == 1 and taken == 2:
+            raise KeyError(name)
+        return {"ids": given[1], "weights": given[2]}[name] if given else nothing()
+
+    engine = build(world)
+    # The number of examples says which batch it is.
+    own = [(index, *batch(index, world.rank)[1:]) for index in range(3)]
+    given = {"ids": lambda b: b[1], "weights": lambda b: b[2], "empty": nothing}
+    given[name] = (lambda: fails(())) if name == "empty" else fails
+    steps = 0
+    with pytest.raises(KeyError if world.rank == 1 else DataError) as told:
+        for ready in Prefetcher(
+            engine, own[:2] if name == "empty" and world.rank == 1 else own, **given
+        ):
+            sum(x.sum() for x in engine(ready.lookup).values()).backward()
+            steps += 1
+    return steps, str(told.value)
+
+
+@pytest.mark.parametrize("name", ["ids", "weights", "empty"])
+def test_a_batch_that_cannot_be_taken_apart_on_one_rank_ends_all(name):
+    first, second = run_ranks(with_functions_that_fail, 2, name, timeout_s=30.0)
+    assert first[0] == second[0] == 1
+    assert f"on rank 1: KeyError: '{name}'" in first[1]

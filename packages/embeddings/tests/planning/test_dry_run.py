@@ -120,6 +120,43 @@ def test_the_engine_gives_the_bytes_that_were_planned(copies, fully_sharded):
         assert 0 <= read - (whole - 4 * rows) <= padding
 
 
+@pytest.mark.parametrize("fully_sharded", [False, True])
+def test_gradients_between_groups_are_those_that_were_planned(fully_sharded):
+    explained = explain_tables(
+        TABLES,
+        ranks=4,
+        planning=PlanningSpec(
+            topology=Topology(
+                hosts=1,
+                ranks_per_host=4,
+                host_tier=LinkTier(name="nvlink", gbytes_per_s=400, latency_us=1),
+            ),
+            loads=tuple(LOADS.values()),
+            batch_per_rank=BATCH,
+            table_replicate=4,
+            fully_sharded=fully_sharded,
+            wire_dtype="bf16",
+            replicas="gradients",
+        ),
+    )
+    plan = explained.plan
+    ran = dry_run(
+        TABLES, (), plan, OptimizerSpec(), LOADS,
+        batch_per_rank=BATCH, wire_dtype="bf16", replicas="gradients",
+    )  # fmt: skip
+    mean = {each.name: each.rank_bytes for each in explained.solution.step.exchanges}
+    *gathers, counts, ids, grads = ran.backward_bytes["table_replicate", "all_gather"]
+    # Each rank passes on what three ranks have.
+    planned_bytes = mean["gradients between groups"] / 3
+    assert counts + ids + grads == pytest.approx(planned_bytes, rel=0.05)
+    assert ids * 64 * 2 == grads * 8
+    # Groups stay equal without a mean.
+    assert ran.backward_bytes.keys() == {("table_replicate", "all_gather")}
+    assert bool(gathers) == fully_sharded
+    gathered = mean.get("gather weights and optimizer rows to update", 0)
+    assert sum(gathers) == pytest.approx(gathered / 3, rel=0.01)
+
+
 def test_refuses():
     plan = place_tables(TABLES, KINDS, table_shard=4)
     measured = {"rows_a": TableLoad(feature_name="rows_a", unique_fraction=0.5)}

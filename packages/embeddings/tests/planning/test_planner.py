@@ -364,6 +364,15 @@ def test_rows_that_torchrec_does_not_hold_are_not_planned_for_it(columns, dtype,
         plan_tables(tables, ranks=2, planning=planning)
     alone = plan_tables(tables, ranks=1, planning=PlanningSpec(engine="torchrec"))
     assert alone.placements[0].sharding == "replicated"
+    # Groups of two ranks have no kind for it, so each rank is a group.
+    planning = PlanningSpec(engine="torchrec", topology=machines(1, 2))
+    pair = plan_tables(tables, ranks=2, planning=planning)
+    assert (pair.table_shard, pair.table_replicate) == (1, 2)
+    assert pair.placements[0].sharding == "replicated"
+    # That group would run but is too small: its memory is what is told.
+    short = planning.model_copy(update={"memory_gib": 1e-6})
+    with pytest.raises(ConfigError, match=r"table item must fit .* table_shard=1, table_rep"):
+        plan_tables(tables, ranks=2, planning=short)
 
 
 def test_4096_gpus_are_planned_in_seconds():
@@ -386,6 +395,13 @@ def test_4096_gpus_are_planned_in_seconds():
     assert explained.plan.ranks == 4096
     assert explained.solution.step.balance_ms < 1.2
     assert explained.solution.step.held_bytes[0] <= 40 * GIB
+
+
+def test_torchrec_has_no_exchange_of_gradients_between_groups():
+    with pytest.raises(ValueError, match='replicas must be "weights" with engine "torchrec" and'):
+        PlanningSpec(engine="torchrec", replicas="gradients")
+    # Of one group there is nothing to exchange.
+    PlanningSpec(engine="torchrec", replicas="gradients", table_replicate=1)
 
 
 def test_refuses():

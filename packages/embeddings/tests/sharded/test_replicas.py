@@ -162,3 +162,26 @@ def test_means_of_narrow_rows_are_rounded_by_chance_and_equal_on_all_replicas() 
     # The mean of neighbours is not a number of bf16: it becomes one of the two, as often as not.
     assert set(up.unique().tolist()) == {0.0, 1.0}
     assert abs(float(up.mean()) - 0.5) < 4 * 0.5 / up.numel() ** 0.5
+
+
+def load_over_what_was_gathered(world: World) -> list[bool]:
+    saved, other = (engine_of(world, 2, fully=True) for _ in range(2))
+    same = []
+    for step, backward in enumerate((False, True)):
+        train(saved, 10 * step + world.rank)
+        train(other, 10 * step + 5 + world.rank)
+        other.gather_ahead(backward=backward)
+        other.load_table_state(saved.table_state())
+        for engine in (saved, other):
+            train(engine, 10 * step + 2 + world.rank)
+        pairs = zip(*(buffers_of(engine) for engine in (saved, other)), strict=True)
+        same.append(all(torch.equal(a, b) for a, b in pairs))
+    return same
+
+
+def buffers_of(engine: TorchTables) -> list[Tensor]:
+    return [buffer.filled() for buffer in engine._rows.buffers()]
+
+
+def test_rows_that_were_gathered_ahead_do_not_outlive_a_load() -> None:
+    assert run_ranks(load_over_what_was_gathered, 2) == [[True, True]] * 2

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from gem_embeddings.contract import (
     OptimizerSpec,
@@ -184,3 +185,27 @@ def test_a_plan_of_other_ranks_or_tables_is_refused() -> None:
     engine: Any = "tensorflow"
     with pytest.raises(ConfigError, match='"torch" or "torchrec"'):
         build_tables([spec], (), one, rule, World(), engine=engine)
+
+
+def refused_meshes(world: World) -> list[str]:
+    spec, rule = spec_of(), OptimizerSpec()
+    plan = place_tables([spec], {"t": "row_wise"}, table_shard=2, optimizer=rule)
+    told = []
+    for shape, names in (
+        ((1, 2), ("table_shard", "table_replicate")),
+        ((2, 1), ("table_replicate", "table_shard")),
+        ((2,), ("table_shard",)),
+        ((2, 1), None),
+    ):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        with pytest.raises(ConfigError) as refused:
+            build_tables([spec], (), plan, rule, world, mesh=mesh)
+        told.append(str(refused.value))
+    return told
+
+
+def test_a_mesh_of_other_axes_than_the_plans_is_refused() -> None:
+    for told in run_ranks(refused_meshes, 2):
+        for words in told:
+            assert "mesh must have the axes {'table_shard': 2, 'table_replicate': 1}" in words
+        assert "got {'table_shard': 1, 'table_replicate': 2} over [0, 1]" in told[0]

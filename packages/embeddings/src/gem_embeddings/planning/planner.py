@@ -18,7 +18,7 @@ from gem_embeddings.planning.links import group_links
 from gem_embeddings.planning.spec import PlanningSpec
 from gem_embeddings.planning.step import StepCost, step_cost
 from gem_embeddings.planning.traffic import TableTraffic, check_loads, table_traffic
-from gem_opkit.errors import ConfigError, refusal
+from gem_opkit.errors import ConfigError, UnsupportedError, refusal
 
 _GIB = 1 << 30
 # Largest part that a table may put on one rank, as multiples of the mean time and of the mean
@@ -114,12 +114,14 @@ def solve(
     Raises:
         ConfigError: unknown names, factors whose product is not ``ranks``, or tables that do not
             fit; the message then names a table and the bytes that are missing.
-        UnsupportedError: only cuts are allowed that the engine does not have.
+        UnsupportedError: only cuts are allowed that the engine does not have, whatever the size of
+            the group.
     """
     _check_names(tables, spec)
     check_loads(tables, lookups, {load.feature_name: load for load in spec.loads})
     best: Solution | None = None
     refused: TooLargeError | None = None
+    missing: UnsupportedError | None = None
     for table_shard, table_replicate in _group_sizes(ranks, spec):
         modes = (False, True) if spec.fully_sharded is None else (spec.fully_sharded,)
         if spec.engine == "torchrec":  # which has no such plans
@@ -139,14 +141,19 @@ def solve(
                 if refused is None or error.missing_bytes < refused.missing_bytes:
                     refused = error
                 continue
+            except UnsupportedError as error:
+                # The engine has no kind for a table in a group of this size; in another it may.
+                missing = error
+                break
             if best is None or found.step.ms < best.step.ms:
                 best = found
             break
-    if best is None:
-        if refused is None:
-            raise _wrong_factors(ranks, spec)
-        raise refused
-    return best
+    if best is not None:
+        return best
+    # Where some sizes do not run and the others do not fit, memory is what can be mended.
+    if refused is not None:
+        raise refused from missing
+    raise _wrong_factors(ranks, spec) if missing is None else missing
 
 
 @dataclass(frozen=True, slots=True)

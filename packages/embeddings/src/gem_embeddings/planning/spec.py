@@ -87,8 +87,16 @@ class PlanningSpec(Contract):
         default=None,
         description="copies of a shard are cut between steps; None does so where memory asks",
     )
+    replicas: Literal["weights", "gradients"] = Field(
+        default="weights",
+        description="what sharding groups exchange, as in build_tables: means of their rows, or "
+        "the gradients of every step",
+    )
     sync_every: int = Field(
-        default=1, gt=0, description="steps between averages of the groups; 1 if fully sharded"
+        default=1,
+        gt=0,
+        description="steps between averages of the groups; 1 if fully sharded, and not read where "
+        "groups exchange gradients",
     )
     engine: EngineName = Field(
         default="torch",
@@ -110,6 +118,11 @@ class PlanningSpec(Contract):
         if self.engine == "torchrec" and self.fully_sharded:
             raise ValueError(
                 'fully_sharded must be left out or false with engine "torchrec"; got true'
+            )
+        if self.engine == "torchrec" and self.replicas != "weights" and self.table_replicate != 1:
+            raise ValueError(
+                'replicas must be "weights" with engine "torchrec" and several sharding groups; '
+                'got "gradients"'
             )
         return self
 

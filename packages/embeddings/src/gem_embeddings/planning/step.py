@@ -9,6 +9,7 @@ from gem_embeddings.planning.candidates import Candidate, PartCost, Setting
 from gem_embeddings.planning.traffic import TableTraffic
 
 _VALUE_BYTES = 4
+_ID_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,6 @@ def step_cost(
     ranks = setting.links.table_shard
     parts = {name: chosen[name].part for name in names}
     overhead = setting.spec.rates.shard_us / 1e3
-    overhead = setting.spec.rates.shard_us / 1e3
     holders = {name: chosen[name].holders(loads.ranks[name]) for name in names}
 
     def per_rank(amount: Callable[[PartCost], float], first: float = 0.0) -> list[float]:
@@ -98,6 +98,7 @@ def step_cost(
             _all_to_all("square sums", squares, setting),
             *_replicated(names, chosen, setting),
             *_between_groups(names, tables, chosen, holders, setting),
+            *_gradients_of_groups(names, tables, traffic, chosen, holders, setting),
         )
         if each.rank_bytes
     ]
@@ -199,14 +200,43 @@ def _between_groups(
         return Exchange(name, mean, {tier.name: mean}, most / (tier.gbytes_per_s * 1e6))
 
     both = [w + s for w, s in zip(weights, state, strict=True)]
+    alike = setting.spec.replicas == "gradients"
     if layout.fully_sharded:
-        return [
+        gathers = [
             collective("gather weights to read", weights, 1),
             collective("gather weights and optimizer rows to update", both, 1),
-            collective("scatter their mean", both, 1),
         ]
+        return gathers if alike else [*gathers, collective("scatter their mean", both, 1)]
+    if alike:
+        return []
     every = setting.spec.sync_every
     return [collective("average weights and optimizer rows", both, 2 / every)]
+
+
+def _gradients_of_groups(
+    names: list[str],
+    tables: Mapping[str, TableSpec],
+    traffic: Mapping[str, TableTraffic],
+    chosen: Mapping[str, Candidate],
+    holders: Mapping[str, Sequence[int]],
+    setting: Setting,
+) -> list[Exchange]:
+    """Different rows of a group's batches, with their gradients, to the other copies of a shard."""
+    tier, layout = setting.links.replica_tier, setting.layout
+    if tier is None or setting.spec.replicas != "gradients":
+        return []
+    wire = ROW_BYTES[setting.spec.wire_dtype]
+    own_bytes = {}
+    for name in names:
+        way, columns = chosen[name], -(-tables[name].embedding_dim // chosen[name].column_cuts)
+        rows = traffic[name].group_unique / way.row_parts
+        own_bytes[name] = _ID_BYTES + rows * (_ID_BYTES + columns * wire)
+    own = _per_rank(own_bytes, holders, layout.table_shard)
+    # In a ring each passes on what all but one have.
+    passes = layout.table_replicate - 1
+    mean = passes * sum(own) / len(own)
+    ms = passes * max(own) / (tier.gbytes_per_s * 1e6)
+    return [Exchange("gradients between groups", mean, {tier.name: mean}, ms)]
 
 
 def _batch_ms(

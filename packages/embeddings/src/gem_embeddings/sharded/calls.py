@@ -1,17 +1,19 @@
 """One call of the engine: what is kept of it, and how autograd reaches rows that are no inputs."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gem_embeddings.contract import TablePlan
 from gem_embeddings.engine import StartedLookup
 from gem_embeddings.sharded.direct import Part
 from gem_embeddings.sharded.exchange import Arrived
 from gem_embeddings.sharded.places import OP
 from gem_embeddings.sharded.requests import Request
-from gem_opkit.errors import ConfigError, refusal
+from gem_opkit.errors import ConfigError, DataError, refusal
+from gem_parallel.launch import World
 
 
 class Started(StartedLookup):
@@ -103,5 +105,51 @@ def check_started(started: StartedLookup, weights: Mapping[str, Tensor] | None) 
         raise ConfigError(
             refusal(
                 OP, "ids", must="be looked up once", got="a second forward", fix="start them anew"
+            )
+        )
+
+
+def refused_elsewhere(world: World, plan: TablePlan, ranks: Sequence[int]) -> DataError:
+    """Say that other ranks refuse their batch.
+
+    Args:
+        world: the ranks.
+        plan: of the tables.
+        ranks: those that refuse, by their place in the sharding group.
+
+    Returns:
+        the error, with their numbers in the world.
+    """
+    first = world.rank % plan.table_replicate
+    others = ", ".join(str(first + rank * plan.table_replicate) for rank in ranks)
+    return DataError(
+        refusal(
+            OP,
+            "ids",
+            must="be good on every rank of the sharding group",
+            got=f"a refusal by rank {others}",
+            fix="read that rank's error",
+        )
+    )
+
+
+def check_ranks(plan: TablePlan, world: World) -> None:
+    """Refuse a plan for another number of ranks.
+
+    Args:
+        plan: of the tables.
+        world: the ranks.
+
+    Raises:
+        ConfigError: their numbers differ.
+    """
+    if plan.ranks != world.size:
+        raise ConfigError(
+            refusal(
+                OP,
+                "plan",
+                must=f"be for the {world.size} ranks that there are",
+                got=f"{plan.ranks} = {plan.table_shard} * {plan.table_replicate}",
+                fix="start as many ranks as the plan asks for, or plan anew",
             )
         )

@@ -5,11 +5,12 @@ With one rank nothing is sent and a result is a copy of the input, so callers ne
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 # torch 2.13 renames the two below and warns of the old names; torch 2.11 has only those.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -46,6 +47,18 @@ class Collectives:
         self.calls: Counter[str] = Counter()
         self.sent_bytes: Counter[str] = Counter()
         self.received_bytes: Counter[str] = Counter()
+
+    @classmethod
+    def over(cls, mesh: DeviceMesh | None, axis: str, size: int) -> Self:
+        """Make those of an axis of a mesh.
+
+        Args:
+            mesh: of all ranks; None for one.
+            axis: its name.
+            size: its number of ranks.
+        """
+        group = mesh.get_group(axis) if mesh is not None and size > 1 else None
+        return cls(group, size)
 
     def _count(self, name: str, sent: Tensor, out: Tensor) -> None:
         self.calls[name] += 1

@@ -7,7 +7,6 @@ equal accumulators, and the table learns as if it were whole; a state can be loa
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,25 +14,9 @@ from torch import Tensor
 from gem_embeddings.contract import OptimizerSpec
 from gem_embeddings.ops import table_update
 from gem_embeddings.sharded.collectives import Collectives
+from gem_embeddings.sharded.gradients import RowGradients, merged, one_bag
 from gem_embeddings.sharded.places import Places, Shard, StoreKey
 from gem_embeddings.sharded.storage import RowStore
-
-
-@dataclass(frozen=True, slots=True)
-class AskedRows:
-    """What all ranks ask of one store.
-
-    Attributes:
-        store: whose rows lie in pieces.
-        ids_I: its rows that are asked for, from rank after rank, shard after shard.
-        grad: their flat gradients.
-        counts: ids from each rank for each shard, (ranks, shards), on the host.
-    """
-
-    store: RowStore
-    ids_I: Tensor
-    grad: Tensor
-    counts: Tensor
 
 
 class CutRows:
@@ -75,35 +58,38 @@ class CutRows:
             if shard.table in places.in_pieces
         }
 
-    def move(self, asked: Sequence[AskedRows], lr: float, step: int) -> None:
+    def move(self, found: Sequence[RowGradients], *, lr: float, step: int, scale: float) -> None:
         """Move rows. Collective over the sharding group.
 
         Args:
-            asked: what is asked of each store whose rows lie in pieces; a store may be empty on
-                this rank.
+            found: gradients of each store whose rows lie in pieces; a store may be empty on this
+                rank.
             lr: learning rate.
             step: of the tables.
+            scale: what gradients are multiplied by.
         """
-        merged: dict[Shard, tuple[RowStore, Tensor, Tensor]] = {}
-        for of_store in asked:
+        sums: dict[Shard, tuple[RowStore, Tensor, Tensor]] = {}
+        for of_store in found:
             store, shards = of_store.store, len(of_store.store.shards)
             sizes = of_store.counts.flatten().tolist()
             ids = of_store.ids_I.split(sizes) if sizes else ()
             grads = of_store.grad.view(-1, store.width).split(sizes) if sizes else ()
             for k, shard in enumerate(store.shards):
-                grad_IE = torch.cat(grads[k::shards]).to(torch.float32)
-                grad_IE = grad_IE.mul_(1.0 / self._collectives.size)
-                merged[shard] = (store, *_merge(torch.cat(ids[k::shards]), grad_IE))
-        nothing = torch.empty(0, dtype=torch.float32, device=asked[0].grad.device)
+                ids_I, grad = torch.cat(ids[k::shards]), torch.cat(grads[k::shards]).view(-1)
+                sums[shard] = (
+                    store,
+                    *merged(ids_I, grad, store.width, beyond=store.rows, scale=scale),
+                )
+        nothing = torch.empty(0, dtype=torch.float32, device=found[0].grad.device)
         totals = self._totals(
-            {shard: grad_IE.square().sum(dim=1) for shard, (_, _, grad_IE) in merged.items()},
+            {shard: grad_IE.square().sum(dim=1) for shard, (_, _, grad_IE) in sums.items()},
             nothing,
         )
-        for shard, (store, rows_I, grad_IE) in merged.items():
+        for shard, (store, rows_I, grad_IE) in sums.items():
             if rows_I.shape[0] == 0:
                 continue
             sum_R = store.states["sum"].whole
-            inside_I = rows_I.clamp(min=0)
+            inside_I = rows_I.clamp(max=store.rows - 1)
             width = self._places.specs[shard.table].embedding_dim
             sum_R.index_add_(0, inside_I, totals[shard] / width)
             scaled_I = sum_R[inside_I] / self._optimizer.moment_scale
@@ -141,31 +127,3 @@ class CutRows:
             shard: torch.stack([told[piece.rank, shard] for piece in self._families[shard]]).sum(0)
             for shard in sums
         }
-
-
-def one_bag(ids_I: Tensor) -> Tensor:
-    """Return the offsets of one bag with all ids, for a feature without pooling.
-
-    Args:
-        ids_I: ids of the feature.
-
-    Returns:
-        two offsets, on the device; nothing waits for it.
-    """
-    offsets = ids_I.new_zeros(2)
-    offsets[1:].fill_(ids_I.shape[0])
-    return offsets
-
-
-def _merge(rows_I: Tensor, grad_IE: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum gradients of equal rows without asking a device how many differ.
-
-    Returns:
-        different rows, ascending, then -1 up to the number of gradients, and their sums, then 0.
-    """
-    sorted_I, order_I = torch.sort(rows_I, stable=True)
-    new_I = torch.zeros_like(sorted_I)
-    new_I[1:] = sorted_I[1:] != sorted_I[:-1]
-    place_I = new_I.cumsum(0)
-    sums_IE = torch.zeros_like(grad_IE).index_add_(0, place_I, grad_IE.index_select(0, order_I))
-    return torch.full_like(rows_I, -1).scatter_(0, place_I, sorted_I), sums_IE

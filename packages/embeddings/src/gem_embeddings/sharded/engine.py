@@ -2,14 +2,15 @@
 
 A call runs in two halves. ``start`` numbers, sorts and sends the ids; ``forward`` reads the rows at
 their owners, sends vectors back and pools them. The backward pass sends the gradients of the
-different rows to the owners, which merge and move them. Fully sharded, the rows are gathered over
-the sharding groups before they are read or moved, and their mean is scattered back afterwards.
+different rows to the owners, which merge and move them, or hold them until they are told to. Fully
+sharded, the rows are gathered over the sharding groups before they are read or moved, and their
+mean is scattered back afterwards; where groups exchange gradients, each keeps its slice.
 
 Left out: rows that do not fit in device memory.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -18,19 +19,28 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from gem_embeddings.contract import LookupSpec, OptimizerSpec, RowDtype, TablePlan, TableSpec
 from gem_embeddings.counters import TableCounts
-from gem_embeddings.engine import StartedLookup, TableEngine
-from gem_embeddings.sharded.calls import Exchange, Pool, Started, check_started
+from gem_embeddings.engine import Exchanged, StartedLookup, TableEngine, Update
+from gem_embeddings.sharded.calls import (
+    Exchange,
+    Pool,
+    Started,
+    check_ranks,
+    check_started,
+    refused_elsewhere,
+)
 from gem_embeddings.sharded.collectives import Collectives
 from gem_embeddings.sharded.direct import Direct, Part
 from gem_embeddings.sharded.exchange import Arrived, IdExchange
-from gem_embeddings.sharded.places import OP, TORCH_DTYPE, Shard, StoreKey, places_of
+from gem_embeddings.sharded.gradients import HeldGradients, ReplicaGradients, RowGradients
+from gem_embeddings.sharded.moves import RowMoves
+from gem_embeddings.sharded.places import OP, TORCH_DTYPE, places_of
 from gem_embeddings.sharded.replicas import Gathered, Replicas
 from gem_embeddings.sharded.requests import Features
+from gem_embeddings.sharded.rows import Rows
 from gem_embeddings.sharded.state import load_pieces, state_of
-from gem_embeddings.sharded.storage import RowStore
-from gem_embeddings.sharded.traffic import Traffic, Update
+from gem_embeddings.sharded.traffic import Traffic
 from gem_jagged.batch import Jagged
-from gem_opkit.errors import ConfigError, DataError, refusal
+from gem_opkit.errors import ConfigError, refusal
 from gem_parallel.contract import SPARSE_AXES
 from gem_parallel.launch import World
 
@@ -48,6 +58,8 @@ class TorchTables(TableEngine):
         wire_dtype: format of vectors and gradients between ranks; not used by a single rank.
         seed: of initial weights and stochastic rounding.
         mesh: axes (table_shard, table_replicate) over all ranks; None makes one.
+        update: when rows move.
+        replicas: what sharding groups exchange.
 
     Attributes:
         group: collectives over the sharding group, with counts of calls and bytes.
@@ -77,9 +89,12 @@ class TorchTables(TableEngine):
         wire_dtype: RowDtype = "fp32",
         seed: int = 0,
         mesh: DeviceMesh | None = None,
+        update: Update = "backward",
+        replicas: Exchanged = "weights",
     ) -> None:
         super().__init__()
-        _check_ranks(plan, world)
+        check_ranks(plan, world)
+        self.update, self.replicas_exchange = update, replicas
         self.world, self.plan, self.optimizer = world, plan, optimizer
         self.specs = tuple(specs)
         self.step = 0
@@ -92,55 +107,48 @@ class TorchTables(TableEngine):
             mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=SPARSE_AXES)
         self.mesh = mesh
         self._rank, replica = divmod(world.rank, plan.table_replicate)
-        self.group = _axis(mesh, "table_shard", plan.table_shard)
-        self.replicas = _axis(mesh, "table_replicate", plan.table_replicate)
-        held = Replicas(
-            self.replicas,
-            replica,
-            plan.table_replicate,
-            plan.fully_sharded and plan.table_replicate > 1,
+        self.group = Collectives.over(mesh, "table_shard", plan.table_shard)
+        self.replicas = Collectives.over(mesh, "table_replicate", plan.table_replicate)
+        # Groups move rows alike: there are no means of rows to form.
+        alike = replicas == "gradients" and plan.table_replicate > 1
+        sliced = plan.fully_sharded and plan.table_replicate > 1
+        self._rows = Rows(
+            self._places,
+            self._rank,
+            optimizer,
+            Replicas(self.replicas, replica, plan.table_replicate, sliced),
+            alike=alike,
+            device=device,
+            seed=seed,
         )
-
-        def stores_of(shards: Sequence[Shard], keys: Iterable[StoreKey]) -> dict[Any, RowStore]:
-            return {
-                key: RowStore(
-                    key,
-                    [shard for shard in shards if self._places.store_of(shard) == key],
-                    self.specs,
-                    optimizer,
-                    held,
-                    device=device,
-                    seed=seed,
-                )
-                for key in keys
-            }
-
-        self._stores = stores_of(self._places.by_rank[self._rank], self._places.stores)
-        # Apart from the shards, so that all ranks of a group hold equal buffers of copies and
-        # their means are formed in the same order.
-        copies = [
-            Shard(table, self._rank, 0, spec.num_embeddings, 0, spec.embedding_dim)
-            for table, spec in enumerate(specs)
-            if table in self._places.replicated
-        ]
-        self._copies = stores_of(copies, sorted({self._places.store_of(s) for s in copies}))
         self._ids = IdExchange(self._places, self._rank, self.group, device)
+        wire = TORCH_DTYPE[wire_dtype]
         self._traffic = Traffic(
             self._places,
             self._rank,
             self._ids,
             self.group,
-            self._stores,
-            self._copies,
-            optimizer,
-            wire=TORCH_DTYPE[wire_dtype],
-            seed=seed,
+            self._rows.stores,
+            self._rows.copies,
+            wire=wire,
             device=device,
         )
-        # A group of one rank has nobody to send to.
+        self._moves = RowMoves(
+            self._places,
+            self._rank,
+            self.group,
+            self._rows.stores,
+            optimizer,
+            others=ReplicaGradients(self.replicas, replica, wire) if alike else None,
+            ranks=plan.table_shard * (plan.table_replicate if alike else 1),
+            seed=seed,
+        )
+        self._held = HeldGradients()
+        # A group of one rank has nobody to send to. Where gradients are held or exchanged, the
+        # different rows have to be picked out all the same.
         self._direct = (
-            Direct(self._places, self._all_stores(), self._features, optimizer, seed=seed)
-            if plan.table_shard == 1
+            Direct(self._places, self._rows.all, self._features, optimizer, seed=seed)
+            if plan.table_shard == 1 and update == "backward" and not alike
             else None
         )
         # What makes autograd call the backward pass; no parameter, since no optimizer may see it.
@@ -236,19 +244,7 @@ class TorchTables(TableEngine):
             raise fault
         if arrived.outside:
             raise self._features.refusal(request)
-        others = ", ".join(
-            str(self.world.rank % self.plan.table_replicate + rank * self.plan.table_replicate)
-            for rank in arrived.refused
-        )
-        raise DataError(
-            refusal(
-                OP,
-                "ids",
-                must="be good on every rank of the sharding group",
-                got=f"a refusal by rank {others}",
-                fix="read that rank's error",
-            )
-        )
+        raise refused_elsewhere(self.world, self.plan, arrived.refused)
 
     def _local_places(self, started: Started) -> Tensor:
         """For each id its place among the rows of its table, or -1."""
@@ -278,7 +274,7 @@ class TorchTables(TableEngine):
         Returns:
             the flat output of each part.
         """
-        with self._whole(states=False) as whole:
+        with self._rows.whole(states=False) as whole:
             whole.wait()
             return cast("Direct", self._direct).look_up(parts, weights)
 
@@ -300,13 +296,13 @@ class TorchTables(TableEngine):
             the gradient of each part's weights, where they need one.
         """
         self.step += 1
-        with self._whole(states=True) as whole:
+        with self._rows.whole(states=True) as whole:
             whole.wait()
             found = cast("Direct", self._direct).learn(
                 parts, weights, [g.contiguous() for g in grads], lr=self._lr, step=self.step
             )
             if self.plan.fully_sharded:
-                self._average()
+                self._rows.average(self.step)
         return found
 
     def fetch(self, arrived: Arrived) -> Tensor:
@@ -318,45 +314,77 @@ class TorchTables(TableEngine):
         Returns:
             flat fp32 vectors, table after table.
         """
-        with self._whole(states=False) as whole:
+        with self._rows.whole(states=False) as whole:
             whole.wait()
             return self._traffic.fetch(arrived)
 
     @torch.no_grad()
     def learn(self, arrived: Arrived, grad: Tensor) -> None:
-        """Move the rows that a call asked for. Collective.
+        """Move the rows that a call asked for, or hold their gradients. Collective.
 
         Args:
             arrived: the ids of the call.
             grad: gradient of its vectors.
         """
-        self.step += 1
-        with self._whole(states=True) as whole:
+        grad = grad.contiguous()
+        if self.update == "step":
+            self._held.add(self._traffic.bring(arrived, grad))
+            return
+        with self._rows.whole(states=True) as whole:
             # Gathered while the gradients travel.
-            update = Update(self._lr, self.step, whole.wait)
-            self._traffic.learn(arrived, grad.contiguous(), update)
-            if self.plan.fully_sharded:
-                self._average()
+            self._move(self._traffic.bring(arrived, grad), whole)
 
-    def _average(self) -> None:
-        for store in self._all_stores():
-            store.average(self.step)
+    @torch.no_grad()
+    def apply_held(self) -> None:
+        """Move rows by the sum of the gradients that are held; see ``TableEngine.apply``."""
+        self._check_holds("apply")
+        if not self._held.passes:
+            raise ConfigError(
+                refusal(
+                    OP,
+                    "apply",
+                    must="follow a backward pass",
+                    got="none since rows moved, or gradients were dropped",
+                    fix="call it once a step",
+                )
+            )
+        with self._rows.whole(states=True) as whole:
+            self._move(self._held.take(), whole)
 
-    def _all_stores(self) -> list[RowStore]:
-        return [*self._stores.values(), *self._copies.values()]
+    def _move(self, found: Sequence[RowGradients], whole: Gathered) -> None:
+        self.step += 1
+        self._moves.move(found, lr=self._lr, step=self.step, rows_are_there=whole.wait)
+        if self.plan.fully_sharded:
+            self._rows.average(self.step)
 
-    def _whole(self, *, states: bool) -> Gathered:
-        return Gathered(
-            buffer
-            for store in self._all_stores()
-            for buffer in (store.buffers() if states else [store.weights])
-        )
+    def discard(self) -> None:
+        """Drop the gradients that are held; see ``TableEngine``."""
+        self._check_holds("discard")
+        self._held.drop()
+
+    @torch.no_grad()
+    def held_finite(self) -> Tensor:
+        """Tell whether the gradients held on this rank are finite; see ``TableEngine``."""
+        self._check_holds("held_finite")
+        return self._held.finite(self._device)
+
+    def _check_holds(self, call: str) -> None:
+        if self.update != "step":
+            raise ConfigError(
+                refusal(
+                    OP,
+                    call,
+                    must='be called where update is "step"',
+                    got=repr(self.update),
+                    fix="leave it out: rows have moved in the backward pass",
+                )
+            )
 
     @torch.no_grad()
     def sync(self) -> None:
         """Replace weights and optimizer rows by their mean over the groups; see ``TableEngine``."""
         if not self.plan.fully_sharded:
-            self._average()
+            self._rows.average(self.step)
 
     def gather_ahead(self, *, backward: bool) -> None:
         """Begin to gather fully sharded rows for the next pass. Collective over the replicas.
@@ -366,11 +394,12 @@ class TorchTables(TableEngine):
         the next forward pass, and in the dense backward pass, once most activations are gone, for
         that of the tables. Nothing happens where rows are there, or are not cut. Between two GPUs
         of a host it did not pay: the gathers slowed the dense part down by more than they hid.
+        Who overwrites ``table_state`` in place afterwards has to call ``load_table_state`` then.
 
         Args:
             backward: whether optimizer rows are needed too.
         """
-        for buffer in self._whole(states=backward).buffers:
+        for buffer in self._rows.buffers(states=backward):
             buffer.gather()
 
     def counters(self) -> dict[str, TableCounts]:
@@ -379,11 +408,14 @@ class TorchTables(TableEngine):
 
     def table_state(self) -> dict[str, Tensor]:
         """Return what this rank holds; see ``TableEngine``. With replicas call ``sync`` before."""
-        return state_of(self.specs, self._all_stores(), self.optimizer, self.mesh)
+        return state_of(self.specs, self._rows.all, self.optimizer, self.mesh)
 
     def load_table_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take over a state; see ``TableEngine``."""
+        """Take over a state; see ``TableEngine``. Gradients that are held are dropped."""
         load_pieces(self.table_state(), state)
+        self._held.drop()
+        for buffer in self._rows.buffers():
+            buffer.forget()
 
     @torch.no_grad()
     def full_weight(self, name: str) -> Tensor:
@@ -393,44 +425,8 @@ class TorchTables(TableEngine):
             raise ConfigError(
                 refusal(OP, "name", must=f"be one of {', '.join(names)}", got=name, fix="pick one")
             )
-        table = names.index(name)
-        spec = self.specs[table]
-        with self._whole(states=False) as rows:
-            rows.wait()
-            whole = torch.zeros(
-                (spec.num_embeddings, spec.embedding_dim),
-                dtype=TORCH_DTYPE[spec.row_dtype],
-                device=self._device,
-            )
-            for store in self._all_stores():
-                for index, shard in enumerate(store.shards):
-                    if shard.table == table:
-                        columns = slice(shard.column_start, shard.column_end)
-                        part = store.shard_weight(index)
-                        whole[shard.row_start : shard.row_end, columns] = part
-        if table not in self._places.replicated:
-            # Every element is on one rank, and zero on the others.
-            self.group.all_reduce_sum(whole)
-        return whole
+        return self._rows.full_weight(names.index(name), self.group)
 
     def resident_bytes(self) -> int:
         """Return the bytes that weights and optimizer rows take on this rank now."""
-        return sum(b.resident_bytes for store in self._all_stores() for b in store.buffers())
-
-
-def _axis(mesh: DeviceMesh | None, name: str, size: int) -> Collectives:
-    group = mesh.get_group(name) if mesh is not None and size > 1 else None
-    return Collectives(group, size)
-
-
-def _check_ranks(plan: TablePlan, world: World) -> None:
-    if plan.ranks != world.size:
-        raise ConfigError(
-            refusal(
-                OP,
-                "plan",
-                must=f"be for the {world.size} ranks that there are",
-                got=f"{plan.ranks} = {plan.table_shard} * {plan.table_replicate}",
-                fix="start as many ranks as the plan asks for, or plan anew",
-            )
-        )
+        return self._rows.resident_bytes()

@@ -120,6 +120,11 @@ class ReplicaBuffer:
         if self._averaging is None:
             self.whole.untyped_storage().resize_(0)
 
+    def forget(self) -> None:
+        """Forget a whole that was gathered, where slices are kept and have been overwritten."""
+        if self._there:
+            self.free()
+
     def _settle(self) -> None:
         """Wait for a mean that is still being formed, and for what follows it."""
         self.wait()
@@ -168,6 +173,12 @@ class ReplicaBuffer:
             mean[begin:end] = rounding(total.div_(replicas.size), replicas.index * size + begin)
         if self.part is None:
             collectives.all_gather(self.whole, mean).wait()
+
+    def take_slice(self) -> None:
+        """Take this rank's slice of the whole, which must be there; nothing where all is kept."""
+        if self.part is not None:
+            begin = self.slice_start
+            self.part.copy_(self.whole[begin : begin + self.part.shape[0]])
 
     def filled(self) -> Tensor:
         """Return what this rank keeps: its slice, or the whole."""

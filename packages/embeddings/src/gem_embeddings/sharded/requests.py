@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from gem_embeddings.contract import LookupSpec, Pooling, TableSpec
 from gem_embeddings.counters import TableCounters
-from gem_embeddings.hashing import hash_to_rows
 from gem_embeddings.inputs import (
     check_weight_names,
     checked_ids,
@@ -17,6 +17,7 @@ from gem_embeddings.inputs import (
     id_outside,
 )
 from gem_embeddings.ops import TableLayout, table_lookup
+from gem_embeddings.sharded.keys import RowNumbers, sums_of
 from gem_embeddings.sharded.places import OP
 from gem_jagged.batch import Jagged
 from gem_opkit.errors import DataError, DeviceError, refusal
@@ -83,6 +84,8 @@ class Features:
         )
         self._poolings = {feature.name: feature.pooling for feature in self.features}
         self.counts = TableCounters(self._specs)
+        tables = [feature.table for feature in self.features]
+        self._numbers = RowNumbers(self._specs, tables, first_key, device)
 
     def request(
         self, ids: Mapping[str, Jagged], weights: Mapping[str, Tensor], *, count: bool
@@ -115,46 +118,36 @@ class Features:
                         fix="move the batch",
                     )
                 )
-        refuses: Tensor | int = 0
-        keys: list[Tensor] = []
-        for feature, ids_I in zip(self.features, given, strict=True):
-            spec = self._specs[feature.table]
-            rows_I, outside = self._rows(feature.table, ids_I, count=count)
-            refuses = refuses + outside
-            keys.append(rows_I)
-            if count:
-                batch = ids[feature.name]
-                empty = 0 if feature.pooling == "none" else int((batch.lengths == 0).sum())
-                self.counts.add(spec.name, looked_up=batch.total_tokens, empty_bags=empty)
+        batches = tuple(ids[feature.name] for feature in self.features)
+        numbered = self._numbers.number(given, count=count)
+        if count:
+            self._count(batches)
+            if numbered.outside_T is not None:
+                self.counts.add_outside_all(numbered.outside_T)
         return Request(
-            batches=tuple(ids[feature.name] for feature in self.features),
-            keys_I=torch.cat(keys),
+            batches=batches,
+            keys_I=numbered.keys_I,
             weights={name: w for name, w in checked.items() if w is not None},
-            refuses=refuses,
+            refuses=numbered.refuses,
         )
+
+    def _count(self, batches: Sequence[Jagged]) -> None:
+        """Count what the host knows: lengths lie there."""
+        empty = sums_of(
+            torch.cat([batch.lengths for batch in batches]) == 0,
+            [batch.batch for batch in batches],
+        ).tolist()
+        for feature, batch, bags in zip(self.features, batches, empty, strict=True):
+            self.counts.add(
+                self._specs[feature.table].name,
+                looked_up=batch.total_tokens,
+                empty_bags=0 if feature.pooling == "none" else bags,
+            )
 
     def nothing(self) -> Request:
         """Return the request of a rank that refuses its batch."""
         none = torch.empty(0, dtype=torch.int64, device=self._device)
         return Request((), none, {}, 1)
-
-    def _rows(self, table: int, ids_I: Tensor, *, count: bool) -> tuple[Tensor, Tensor | int]:
-        """Number the rows of one feature, and count ids that are refused."""
-        spec, first = self._specs[table], self._first_key[table]
-        if spec.id_space == "hash":
-            return hash_to_rows(ids_I, spec.num_embeddings, seed=spec.hash_seed) + first, 0
-        near_I = ids_I.clamp(0, spec.num_embeddings - 1)
-        outside_I = near_I != ids_I
-        if spec.out_of_range == "error":
-            return self._without(near_I + first, outside_I), outside_I.sum()
-        if count:
-            self.counts.add_outside(spec.name, outside_I.sum())
-        if spec.out_of_range == "clamp":
-            return near_I + first, 0
-        return self._without(near_I + first, outside_I), 0
-
-    def _without(self, keys_I: Tensor, outside_I: Tensor) -> Tensor:
-        return keys_I.masked_fill_(outside_I, self._first_key[-1])
 
     def refusal(self, request: Request) -> DataError:
         """Name the first id that lies outside a table which refuses it. Waits for a GPU."""
@@ -248,19 +241,15 @@ class Features:
         Returns:
             first id of each example of each feature, counted over all, and the end, int64.
         """
-        parts: list[Tensor] = []
-        begin = 0
-        for index in members:
-            given = request.batches[index]
-            # Without pooling the examples do not matter, and are not read.
-            parts.append(
-                given.offsets_O[:-1].to(torch.int64) + begin
-                if given.batch == batch
-                else torch.full((batch,), begin, dtype=torch.int64, device=self._device)
-            )
-            begin += given.total_tokens
-        parts.append(torch.full((1,), begin, dtype=torch.int64, device=self._device))
-        return torch.cat(parts)
+        none = torch.zeros(1, dtype=torch.int64, device=self._device)
+        given = [request.batches[index] for index in members]
+        # Without pooling the examples do not matter, and are not read.
+        parts = [one.offsets_O[:-1] if one.batch == batch else none.expand(batch) for one in given]
+        offsets_O = torch.cat([*parts, none])
+        begins = list(accumulate((one.total_tokens for one in given), initial=0))
+        # All features in one launch.
+        torch._foreach_add_(offsets_O.split([*(batch for _ in given), 1]), begins)
+        return offsets_O
 
     def id_weights(self, request: Request, members: Sequence[int]) -> Tensor | None:
         """Join the weights of features.

@@ -34,6 +34,8 @@ class RowStore:
     Attributes:
         shards: as given.
         first_rows: row of the store at which each begins.
+        rows: of all shards.
+        cuts: ``first_rows`` and ``rows``, int64 on the device.
         width: elements of a row.
         dtype: of the rows.
         weights: the rows.
@@ -62,6 +64,8 @@ class RowStore:
         for shard in self.shards:
             self.first_rows.append(rows)
             rows += shard.rows
+        self.rows = rows
+        self.cuts = torch.tensor([*self.first_rows, rows], dtype=torch.int64).to(device)
         self.layout = TableLayout.packed([(rows, self.width)], [(0, "none")])
         self.row_wise = is_row_wise(optimizer.kind)
         elements = rows * self.width
@@ -99,6 +103,11 @@ class RowStore:
         """
         begin, rows = self.first_rows[index] * self.width, self.shards[index].rows
         return self.weights.whole[begin : begin + rows * self.width].view(rows, self.width)
+
+    def take_slices(self) -> None:
+        """Keep the own slice of what all replicas have moved alike; nothing where all is kept."""
+        for buffer in self.buffers():
+            buffer.take_slice()
 
     def average(self, step: int) -> None:
         """Replace weights and optimizer rows by their mean over the replicas.

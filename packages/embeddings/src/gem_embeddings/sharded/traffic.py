@@ -6,38 +6,21 @@ the plan and the counts, so nothing but elements is sent.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from gem_embeddings.contract import OptimizerSpec
-from gem_embeddings.ops import table_lookup, table_update
+from gem_embeddings.ops import table_lookup
 from gem_embeddings.sharded.collectives import Collectives
-from gem_embeddings.sharded.cut_rows import AskedRows, CutRows, one_bag
 from gem_embeddings.sharded.exchange import Arrived, IdExchange
+from gem_embeddings.sharded.gradients import RowGradients, one_bag
 from gem_embeddings.sharded.places import Places, StoreKey
 from gem_embeddings.sharded.storage import RowStore
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
-    """What one update of rows needs to know.
-
-    Attributes:
-        lr: learning rate.
-        step: of the tables, this one included.
-        rows_are_there: waits for rows that are still being gathered.
-    """
-
-    lr: float
-    step: int
-    rows_are_there: Callable[[], None]
-
-
 class Traffic:
-    """Read and move the rows that a call asks for.
+    """Read the rows that a call asks for, and bring their gradients to them.
 
     Args:
         places: where the tables lie.
@@ -46,13 +29,11 @@ class Traffic:
         collectives: over the sharding group.
         stores: shards of this rank, for every store that any rank has.
         copies: replicated tables, which every rank has.
-        optimizer: how rows learn.
         wire: dtype of vectors and gradients between ranks.
-        seed: of rounding.
         device: of the rows.
     """
 
-    def __init__(  # noqa: PLR0913 - what an engine consists of
+    def __init__(
         self,
         places: Places,
         rank: int,
@@ -60,17 +41,14 @@ class Traffic:
         collectives: Collectives,
         stores: Mapping[StoreKey, RowStore],
         copies: Mapping[StoreKey, RowStore],
-        optimizer: OptimizerSpec,
         *,
         wire: torch.dtype,
-        seed: int,
         device: torch.device,
     ) -> None:
         self._places, self._exchange, self._collectives = places, exchange, collectives
-        self._stores, self._copies, self._optimizer = stores, copies, optimizer
+        self._stores, self._copies = stores, copies
         # Nothing travels on a single rank, so nothing is rounded.
         self._wire = wire if collectives.size > 1 else torch.float32
-        self._seed = seed
         routes = places.routes
         self._columns = torch.tensor([route.columns for route in routes], dtype=torch.int64)
         # Own shards of each store are neighbours in the message.
@@ -92,7 +70,6 @@ class Traffic:
         self._strides_K = in_parts([widths[route.table] for route in routes])
         self._starts_K = in_parts([route.column_start for route in routes])
         self._table_K = torch.tensor([r.table for r in routes], dtype=torch.int64).to(device)
-        self._cut = CutRows(places, rank, collectives, stores, optimizer, seed=seed)
 
     def fetch(self, arrived: Arrived) -> Tensor:
         """Return the vectors of the different rows that this rank asked for.
@@ -131,14 +108,17 @@ class Traffic:
                 tables[shard.table].copy_(store.shard_weight(index).index_select(0, rows_I))
         return vectors
 
-    def learn(self, arrived: Arrived, grad: Tensor, update: Update) -> None:
-        """Move the rows that all ranks asked this one for.
+    def bring(self, arrived: Arrived, grad: Tensor) -> list[RowGradients]:
+        """Bring gradients to the ranks that hold the rows. Collective over the sharding group.
 
         Args:
             arrived: the ids.
             grad: gradient of what ``fetch`` returned.
-            update: learning rate and step; its rows are waited for once gradients have arrived.
+
+        Returns:
+            what all ranks have for the rows of this one: for each store, then each store of copies.
         """
+        found: list[RowGradients] = []
         if self._stores:
             sent = grad
             if not self._in_order:
@@ -146,26 +126,18 @@ class Traffic:
                 sent = grad.view(-1, self._part).index_select(0, order).view(-1)
             asked, answered = self._elements(arrived)
             heard, _ = self._collectives.all_to_all(sent.to(self._wire), answered, asked)
-            update.rows_are_there()
-            self._move_shards(arrived, heard, update)
-        update.rows_are_there()
-        for store in self._copies.values():
-            self._move_copies(store, arrived, self._tables(arrived, grad), update)
-
-    def _move_shards(self, arrived: Arrived, heard: Tensor, update: Update) -> None:
-        grads = self._parted(heard, arrived, [store.width for store in self._stores.values()])
-        in_pieces: list[AskedRows] = []
-        for (key, store), ids_I, grad in zip(
-            self._stores.items(), self._ids(arrived), grads, strict=True
-        ):
-            _, cut, _ = key
-            if cut:
-                counts = arrived.received[:, self._shards(key)]
-                in_pieces.append(AskedRows(store, ids_I, grad, counts))
-            else:
-                self._move(store, ids_I, grad, update)
-        if in_pieces:
-            self._cut.move(in_pieces, update.lr, update.step)
+            widths = [store.width for store in self._stores.values()]
+            found = [
+                RowGradients(store, ids_I, of_store, arrived.received[:, self._shards(key)])
+                for (key, store), ids_I, of_store in zip(
+                    self._stores.items(),
+                    self._ids(arrived),
+                    self._parted(heard, arrived, widths),
+                    strict=True,
+                )
+            ]
+        tables = self._tables(arrived, grad) if self._copies else []
+        return found + [self._everyones(store, arrived, tables) for store in self._copies.values()]
 
     def _shards(self, key: StoreKey) -> slice:
         begin, count = self._own[key]
@@ -252,26 +224,10 @@ class Traffic:
         begin = arrived.first[table]
         return arrived.keys[begin : begin + arrived.asked[table]] - self._places.first_key[table]
 
-    def _move(self, store: RowStore, ids_I: Tensor, grad: Tensor, update: Update) -> None:
-        table_update(
-            store.weights.whole,
-            [state.whole for state in store.states.values()],
-            ids_I,
-            one_bag(ids_I),
-            grad,
-            store.layout,
-            counts=[ids_I.shape[0]],
-            spec=self._optimizer,
-            lr=update.lr,
-            step=update.step,
-            grad_scale=1.0 / self._collectives.size,
-            seed=self._seed,
-        )
-
-    def _move_copies(
-        self, store: RowStore, arrived: Arrived, grads: Sequence[Tensor], update: Update
-    ) -> None:
-        """Every rank hears the gradients of all ranks, and all move their copies alike."""
+    def _everyones(
+        self, store: RowStore, arrived: Arrived, grads: Sequence[Tensor]
+    ) -> RowGradients:
+        """What all ranks have for the rows of copies, told to all, so that all move them alike."""
         tables = [shard.table for shard in store.shards]
         ids_I = torch.cat(
             [
@@ -280,11 +236,11 @@ class Traffic:
             ]
         )
         flat = torch.cat([grads[table].reshape(-1) for table in tables]).to(self._wire)
-        columns = [self._places.replicated.index(table) for table in tables]
-        counts = arrived.everywhere[:, columns].sum(dim=1).tolist()
-        self._move(
+        counts = arrived.everywhere[:, [self._places.replicated.index(t) for t in tables]]
+        sizes = counts.sum(dim=1).tolist()
+        return RowGradients(
             store,
-            self._collectives.all_gather_uneven(ids_I, counts),
-            self._collectives.all_gather_uneven(flat, [n * store.width for n in counts]),
-            update,
+            self._collectives.all_gather_uneven(ids_I, sizes),
+            self._collectives.all_gather_uneven(flat, [n * store.width for n in sizes]),
+            counts,
         )

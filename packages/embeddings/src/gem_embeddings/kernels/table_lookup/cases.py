@@ -40,6 +40,7 @@ CASES: tuple[TableCase, ...] = (
     TableCase("bags_of_1", 26, 2_000_000, 65_536, 1),
     TableCase("bags_of_20", 8, 4_000_000, 8_192, 20),
     TableCase("bags_of_20_fp16", 8, 4_000_000, 8_192, 20, row_dtype="fp16"),
+    TableCase("bags_of_20_bf16", 8, 4_000_000, 8_192, 20, row_dtype="bf16"),
     TableCase("sequences_1000", 2, 20_000_000, 1_024, 1_000, pooling="none"),
     TableCase("bags_of_20_uniform", 8, 4_000_000, 8_192, 20, zipf=False),
     TableCase("bags_of_20_small", 2, 20_000, 256, 20, width=32, device="cpu"),

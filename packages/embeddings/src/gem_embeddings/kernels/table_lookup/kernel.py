@@ -10,7 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-from gem_embeddings.merging.kernel import begin_of_output, begins_of, launch_dot, launch_merge
+from gem_embeddings.merging.dot.kernel import launch_dot
+from gem_embeddings.merging.kernel import launch_merge
+from gem_embeddings.merging.lines.kernel import begin_of_output, begins_of
 from gem_embeddings.places import places_of
 from gem_jagged.device import last_sequence
 from gem_jagged.launching import in_a_row, on_device
@@ -21,7 +23,39 @@ PIECE_IDS = 64
 _TILE_ELEMENTS = 1024
 _LONG_TILE_ELEMENTS = 512
 _FEW_IDS = 2
+# Ids of a bag whose rows are asked for at once, by the bytes of an element: narrow rows wait longer
+# for each other than they take to move.
+_AHEAD = {2: 4, 4: 1, 8: 1}
 _WIDEST_BLOCK = 512
+
+
+@triton.jit
+def _read_ids(ids_ptr, id_weights_ptr, i, mask, rows, WEIGHTED: tl.constexpr):
+    """Return some ids, whether they lie in their table, and their weights."""
+    row = tl.load(ids_ptr + i, mask=mask, other=-1).to(tl.int64)
+    inside = mask & (row >= 0) & (row < rows)
+    weight = tl.load(id_weights_ptr + i, mask=inside, other=0.0) if WEIGHTED else inside
+    return row, inside, weight
+
+
+@triton.jit
+def _read_rows(
+    weights_ptr, row, inside, offset, width, columns, ALIGN: tl.constexpr
+):  # fmt: skip
+    """Return rows as they are stored; zeros outside their table."""
+    at = tl.multiple_of(offset + row * width, (ALIGN,))
+    return tl.load(
+        weights_ptr + at[:, None] + columns[None, :],
+        mask=inside[:, None] & (columns < width)[None, :],
+        other=0.0,
+    )
+
+
+@triton.jit
+def _weighted(x, weight, WEIGHTED: tl.constexpr):
+    """Return rows in fp32, times their weights."""
+    x = x.to(tl.float32)
+    return x * weight.to(tl.float32)[:, None] if WEIGHTED else x
 
 
 @triton.jit
@@ -30,18 +64,9 @@ def _rows_of_ids(
     WEIGHTED: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Return the rows of some ids, in fp32 and weighted; zeros outside their table."""
-    row = tl.load(ids_ptr + i, mask=mask, other=-1).to(tl.int64)
-    inside = mask & (row >= 0) & (row < rows)
-    at = tl.multiple_of(offset + row * width, (ALIGN,))
-    x = tl.load(
-        weights_ptr + at[:, None] + columns[None, :],
-        mask=inside[:, None] & (columns < width)[None, :],
-        other=0.0,
-    ).to(tl.float32)
-    if WEIGHTED:
-        weight = tl.load(id_weights_ptr + i, mask=inside, other=0.0).to(tl.float32)
-        x *= weight[:, None]
-    return x
+    row, inside, weight = _read_ids(ids_ptr, id_weights_ptr, i, mask, rows, WEIGHTED)
+    x = _read_rows(weights_ptr, row, inside, offset, width, columns, ALIGN)
+    return _weighted(x, weight, WEIGHTED)
 
 
 @triton.jit
@@ -61,7 +86,8 @@ def _bag_kernel(
     weights_ptr, ids_ptr, bags_ptr, id_weights_ptr, out_ptr, table_ptr, begins_ptr, list_ptr,
     batch, features,
     MIXED: tl.constexpr, WEIGHTED: tl.constexpr, CUT: tl.constexpr, PIECE: tl.constexpr,
-    WIDTH: tl.constexpr, ALIGN: tl.constexpr, S: tl.constexpr, BLOCK_E: tl.constexpr,
+    WIDTH: tl.constexpr, ALIGN: tl.constexpr, S: tl.constexpr, AHEAD: tl.constexpr,
+    BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(batch, S)
     f = tl.load(list_ptr + tl.program_id(0) // blocks)
@@ -75,11 +101,19 @@ def _bag_kernel(
     steps = tl.max(tl.where(in_b, end - begin, 0), axis=0)
     columns = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     total = tl.zeros((S, BLOCK_E), dtype=tl.float32)
-    for step in range(0, steps):
-        total += _rows_of_ids(
-            weights_ptr, ids_ptr, id_weights_ptr, begin + step, in_b & (begin + step < end),
-            offset, rows, width, columns, WEIGHTED, ALIGN,
-        )  # fmt: skip
+    for step in range(0, steps.to(tl.int32), AHEAD):
+        # All ids first, so that no row waits for another; Triton takes no stars.
+        read, ahead = (), ()
+        for turn in tl.static_range(AHEAD):
+            i = begin + step + turn
+            ids = _read_ids(ids_ptr, id_weights_ptr, i, in_b & (i < end), rows, WEIGHTED)
+            read = read + (ids,)  # noqa: RUF005
+        for turn in tl.static_range(AHEAD):
+            row, inside, _ = read[turn]
+            x = _read_rows(weights_ptr, row, inside, offset, width, columns, ALIGN)
+            ahead = ahead + (x,)  # noqa: RUF005
+        for turn in tl.static_range(AHEAD):
+            total += _weighted(ahead[turn], read[turn][2], WEIGHTED)
     if tl.load(table_ptr + 4 * features + f) == 1:
         count = tl.maximum(end - begin, 1).to(tl.float32)[:, None]
         total = tl.div_rn(total, count + tl.zeros_like(total))
@@ -252,7 +286,7 @@ def launch_forward(weights_N, ids_I, bags_O, id_weights_I, slots, counts, longes
                     weights_N, ids_I, bags_O, weights, out, places.table, begins, of.pooled,
                     batch, places.features,
                     MIXED=places.mixed, CUT=longest > PIECE_IDS, PIECE=PIECE_IDS, S=block_s,
-                    **constants,
+                    AHEAD=1 if longest <= _FEW_IDS else _AHEAD[weights_N.itemsize], **constants,
                 )  # fmt: skip
                 if longest > PIECE_IDS:
                     _add_long_bags(

@@ -1,0 +1,210 @@
+"""Gradients that are held over several backward passes, and those of other sharding groups."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gem_embeddings.contract import OptimizerSpec, Sharding, TableSpec
+from gem_embeddings.engine import Exchanged, Update, build_tables
+from gem_embeddings.planning.layout import place_tables
+from gem_embeddings.sharded.engine import TorchTables
+from gem_jagged.batch import Jagged
+from gem_opkit.errors import ConfigError
+from gem_parallel.launch import World
+from gem_parallel.testing import run_ranks
+
+WIDTH, ROWS, EXAMPLES = 16, 40, 6
+SPECS = (
+    TableSpec(name="big", embedding_dim=WIDTH, num_embeddings=ROWS, feature_names=("big",)),
+    TableSpec(name="cut", embedding_dim=WIDTH, num_embeddings=ROWS, feature_names=("cut",)),
+    TableSpec(name="few", embedding_dim=WIDTH, num_embeddings=3, feature_names=("few",)),
+)
+# Large, or AdaGrad would move a row alike whatever its gradient is multiplied by.
+RULE = OptimizerSpec(lr=0.1, eps=0.05)
+# One process holds any of them; two ranks are one group or two.
+SHARDINGS: dict[str, Sharding] = {"big": "row_wise", "cut": "column_wise", "few": "replicated"}
+
+
+def engine_of(
+    world: World,
+    replicas: int = 1,
+    *,
+    fully: bool = False,
+    update: Update = "step",
+    exchanged: Exchanged = "gradients",
+) -> TorchTables:
+    plan = place_tables(
+        SPECS,
+        SHARDINGS,
+        table_shard=world.size // replicas,
+        table_replicate=replicas,
+        fully_sharded=fully,
+        optimizer=RULE,
+    )
+    engine = build_tables(
+        SPECS, (), plan, RULE, world, seed=5, update=update, replicas=exchanged
+    )  # fmt: skip
+    assert isinstance(engine, TorchTables)
+    return engine
+
+
+def examples_of(draw: int) -> tuple[dict[str, list[list[int]]], Tensor]:
+    """Ids of some examples, and what their vectors are multiplied by in the loss."""
+    numbers = torch.Generator().manual_seed(draw)
+    ids = {
+        spec.name: [
+            torch.randint(0, spec.num_embeddings, (n,), generator=numbers).tolist()
+            for n in torch.randint(0, 4, (EXAMPLES,), generator=numbers).tolist()
+        ]
+        for spec in SPECS
+    }
+    return ids, torch.randn(EXAMPLES, WIDTH, generator=numbers)
+
+
+def learn(engine: TorchTables, draw: int, begin: int = 0, end: int = EXAMPLES) -> None:
+    """Run the backward pass of some of the examples, whose losses add up."""
+    ids, factors_BE = examples_of(draw)
+    vectors = engine(
+        {
+            name: Jagged.from_lengths(
+                torch.tensor([i for one in of[begin:end] for i in one], dtype=torch.int64),
+                [len(one) for one in of[begin:end]],
+            )
+            for name, of in ids.items()
+        }
+    )
+    total_BE = torch.stack(list(vectors.values())).sum(0) * factors_BE[begin:end]
+    (total_BE.sum() / EXAMPLES).backward()
+
+
+def content(engine: TorchTables) -> list[Tensor]:
+    """All that is kept of weights and optimizer rows on this rank, as copies."""
+    return [buffer.filled().clone() for buffer in engine._rows.buffers()]
+
+
+def weights_of(engine: TorchTables) -> Tensor:
+    return torch.cat([engine.full_weight(spec.name).flatten() for spec in SPECS])
+
+
+def hold(world: World) -> dict[str, Any]:
+    """What holding does to the tables of two groups of one rank or one of all."""
+    found: dict[str, Any] = {}
+    for replicas in (1, world.size):
+        whole, parts, dropped = (
+            engine_of(world, replicas, fully=replicas > 1) for _ in range(3)
+        )  # fmt: skip
+        for step in range(2):
+            draw = 10 * step + world.rank
+            learn(whole, draw)
+            whole.apply()
+            # The last part has no examples.
+            for begin, end in ((0, 1), (1, 4), (4, EXAMPLES), (EXAMPLES, EXAMPLES)):
+                learn(parts, draw, begin, end)
+            before = content(parts)
+            parts.apply()
+            moved = not all(map(torch.equal, before, content(parts)))
+            kept = content(dropped)
+            learn(dropped, draw + 5)
+            dropped.discard()
+            same = all(map(torch.equal, kept, content(dropped))) and dropped.step == step
+            learn(dropped, draw)
+            dropped.apply()
+            found[f"{replicas} {step}"] = moved, same, parts.step
+        found[f"weights {replicas}"] = [weights_of(e) for e in (whole, parts, dropped)]
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_passes_add_up_and_what_is_discarded_leaves_every_bit(ranks: int) -> None:
+    told = [hold(World())] if ranks == 1 else run_ranks(hold, ranks)
+    one = told[0]["weights 1"][0]
+    for found in told:
+        for replicas in {1, ranks}:
+            assert [found[f"{replicas} {step}"] for step in range(2)] == [
+                (True, True, 1), (True, True, 2)
+            ]  # fmt: skip
+            whole, parts, dropped = found[f"weights {replicas}"]
+            assert torch.equal(whole, dropped)
+            # Rounding of fp32 in another order of addition; weights are below 2.
+            torch.testing.assert_close(parts, whole, rtol=0, atol=1e-6)
+            # Two groups that exchange gradients learn what one group does.
+            torch.testing.assert_close(whole, one, rtol=0, atol=1e-6)
+
+
+def exchange(world: World) -> list[list[Tensor]]:
+    """Content and weights on this rank after groups have seen different data."""
+    found = []
+    for replicas, fully in ((1, False), (2, False), (2, True), (4, False)):
+        engine = engine_of(world, replicas, fully=fully, update="backward")
+        for step in range(3):
+            # The last rank never has an example.
+            end = 0 if world.rank == world.size - 1 else EXAMPLES
+            learn(engine, 10 * step + world.rank, 0, end)
+        before = content(engine)
+        engine.sync()
+        assert all(map(torch.equal, before, content(engine)))
+        found.append([weights_of(engine), *(before if replicas > 1 and not fully else [])])
+    return found
+
+
+def test_groups_that_exchange_gradients_stay_equal_and_learn_as_one() -> None:
+    told = run_ranks(exchange, 4)
+    for of_case in zip(*told, strict=True):
+        # Ranks 0 and 1 hold the same rows of two groups.
+        assert all(map(torch.equal, of_case[0][1:], of_case[1][1:]))
+        for found in of_case:
+            assert torch.equal(found[0], of_case[0][0])
+            torch.testing.assert_close(found[0], told[0][0][0], rtol=0, atol=1e-6)
+
+
+def test_what_is_held_is_looked_at_before_it_moves_rows() -> None:
+    engine = engine_of(World())
+    before = content(engine)
+    assert bool(engine.held_finite())
+    learn(engine, 0)
+    assert engine.held_finite().shape == ()
+    assert bool(engine.held_finite())
+    for bad in (float("nan"), float("inf"), -(2.0**61)):
+        vectors = engine({spec.name: Jagged.from_list([torch.tensor([1])]) for spec in SPECS})
+        (vectors["cut"].sum() * bad).backward()
+        assert not bool(engine.held_finite()), bad
+        engine.discard()
+        assert bool(engine.held_finite())
+    assert all(map(torch.equal, before, content(engine)))
+    # A state that is refused is not loaded, so what is held stays; one that is loaded drops it.
+    learn(engine, 0)
+    with pytest.raises(ConfigError, match="have the keys"):
+        engine.load_table_state({})
+    engine.apply()
+    assert not all(map(torch.equal, before, content(engine)))
+    learn(engine, 1)
+    engine.load_table_state(engine.table_state())
+    with pytest.raises(ConfigError, match="apply must follow a backward pass"):
+        engine.apply()
+
+
+def test_calls_that_do_not_fit_the_setting_are_refused() -> None:
+    engine = engine_of(World())
+    # As a part of a model it takes what any module takes.
+    seen: list[torch.nn.Module] = []
+    torch.nn.Sequential(engine).apply(seen.append)
+    assert engine in seen
+    engine.discard()
+    with pytest.raises(ConfigError, match="apply must follow a backward pass; got none"):
+        engine.apply()
+    learn(engine, 0)
+    engine.apply()
+    with pytest.raises(ConfigError, match="apply must follow a backward pass"):
+        engine.apply()
+    assert engine.step == 1
+    at_once = engine_of(World(), update="backward")
+    for call in ("apply", "discard", "held_finite"):
+        with pytest.raises(ConfigError, match=f'{call} must be called where update is "step"'):
+            getattr(at_once, call)()
+    for name, value in (("update", "later"), ("replicas", "both"), ("wire_dtype", "int8")):
+        plan = place_tables(SPECS, SHARDINGS, table_shard=1)
+        given: Any = {name: value}
+        with pytest.raises(ConfigError, match=f"{name} must be .* or .*; got '{value}'"):
+            build_tables(SPECS, (), plan, RULE, World(), **given)
