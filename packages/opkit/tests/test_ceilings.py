@@ -66,6 +66,15 @@ def test_share_of_ceiling_is_roofline_over_time():
     assert share_of_ceiling(Cost(0, 4 * 10**9), 2.0, ceilings) == pytest.approx(0.5)
 
 
+def test_work_that_mostly_reads_may_beat_a_copy_but_not_the_data_sheet():
+    ceilings = Ceilings("NVIDIA H200", "bf16", copy_bytes_per_s=4e12, matmul_flops_per_s=700e12)
+    assert share_of_ceiling(Cost(0, 4 * 10**9), 0.9, ceilings) == pytest.approx(1 / 0.9)
+    assert share_of_ceiling(Cost(700 * 10**9, 0), 0.8, ceilings) == pytest.approx(1 / 0.8)
+    for cost in (Cost(0, 4 * 10**9), Cost(700 * 10**9, 0)):
+        with pytest.raises(MeasurementError, match="share must be at most 1"):
+            share_of_ceiling(cost, 0.7, ceilings)
+
+
 def test_more_than_all_is_an_error_not_a_result():
     ceilings = Ceilings("toy", "bf16", copy_bytes_per_s=4e12, matmul_flops_per_s=800e12)
     check_refuses(

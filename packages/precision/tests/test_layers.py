@@ -1,5 +1,6 @@
 """Layers and the application of a recipe."""
 
+import copy
 import subprocess
 import sys
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from gem_opkit.errors import ConfigError, DtypeError, ShapeError, UnsupportedError
-from gem_opkit.testing import check_budget
+from gem_opkit.testing import check_budget, count_launches
 from gem_precision.contract import PrecisionRecipe
 from gem_precision.layers import LayerNorm, Mlp, Projection, RmsNorm, apply_recipe
 from gem_precision.norms import rms_normalize
@@ -114,6 +115,34 @@ def test_norms_keep_the_dtype_under_autocast(norm):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert norm(6)(torch.randn(4, 6, dtype=torch.bfloat16)).dtype == torch.bfloat16
         assert norm(6)(torch.randn(4, 6)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("norm", [RmsNorm, LayerNorm])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_norms_add_what_stands_around_them(norm, device):
+    module = norm(24, affine=True).to(device).double()
+    module.gain_D.data.uniform_(0.5, 2.0)
+    x, before, after = (torch.randn(2, 5, 24, dtype=torch.float64, device=device) for _ in range(3))
+    expected = module(x + before) + after
+    torch.testing.assert_close(module(x, before=before, after=after), expected)
+    narrow = module.float()(x.bfloat16(), before=before.float())
+    assert narrow.dtype == torch.float32
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("norm", [RmsNorm, LayerNorm])
+def test_norms_on_a_gpu_run_the_kernel_and_equal_the_cpu(norm):
+    module = norm(130, affine=True)
+    x = torch.randn(33, 7, 130)
+    given = [x.clone().requires_grad_(), x.cuda().requires_grad_()]
+    expected = module(given[0])
+    with count_launches() as launches:
+        got = copy.deepcopy(module).cuda()(given[1])
+    assert launches.count == 1
+    torch.testing.assert_close(got.cpu(), expected)
+    expected.square().sum().backward()
+    got.square().sum().backward()
+    torch.testing.assert_close(given[1].grad.cpu(), given[0].grad, rtol=1e-4, atol=1e-5)
 
 
 def test_norms_compile_whole():

@@ -1,7 +1,7 @@
 """Benchmarks: correct first, then timed, then one JSON row a case.
 
 ``run_bench`` runs every case's check before it times anything, so that no speed of a wrong kernel
-is ever written. A time that beats the peak or the measured ceiling is an error, not a result.
+is ever written. A time that beats the device's data sheet is an error, not a result.
 Rows go to ``<out>/<device>/<name>.jsonl``, one a case, and carry commit, versions and shapes.
 """
 

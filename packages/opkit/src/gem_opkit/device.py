@@ -7,6 +7,10 @@ functions in plain torch, with equal bits.
 import triton
 import triton.language as tl
 
+from gem_opkit.stochastic import ROUNDS
+
+_ROUNDS: tl.constexpr = tl.constexpr(ROUNDS)
+
 
 @triton.jit
 def round_stochastically(x, words, DTYPE: tl.constexpr):
@@ -14,20 +18,42 @@ def round_stochastically(x, words, DTYPE: tl.constexpr):
 
     Infinity and NaN stay what they are. The result has the dtype DTYPE.
     """
-    bits = x.to(tl.uint32, bitcast=True)
     if tl.bfloat16 == DTYPE:
-        rounded = ((bits + (words & 0xFFFF)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+        bits = x.to(tl.uint32, bitcast=True) + (words & 0xFFFF)
+        rounded = (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
     else:
         tl.static_assert(tl.float16 == DTYPE)
-        rounded = ((bits + (words & 0x1FFF)) & 0xFFFFE000).to(tl.float32, bitcast=True)
-        # Below 2^-14 the neighbours lie 2^-24 apart, whatever the exponent is.
+        # Below 2^-14 the neighbours lie 2^-24 apart, whatever the exponent is; with 2^-14 added,
+        # they differ in the bits in which those of larger values do.
         size = tl.abs(x)
-        steps = tl.floor(size * 16777216.0 + (words >> 8).to(tl.float32) * 5.9604644775390625e-08)
-        small = steps * 5.9604644775390625e-08
-        small = tl.where((bits >> 31) == 1, -small, small)
-        rounded = tl.where(size < 6.103515625e-05, small, rounded)
-    finite = (bits & 0x7F800000) != 0x7F800000
-    return tl.where(finite, rounded, x).to(DTYPE)
+        lift = tl.where(size < 6.103515625e-05, 6.103515625e-05, 0.0)
+        bits = (size + lift).to(tl.uint32, bitcast=True) + (words & 0x1FFF)
+        rounded = (bits & 0xFFFFE000).to(tl.float32, bitcast=True) - lift
+        sign = x.to(tl.uint32, bitcast=True) & 0x80000000
+        rounded = (rounded.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+    # Infinity has no bits to add to; those of a NaN may overflow.
+    return tl.where(x == x, rounded, x).to(DTYPE)
+
+
+@triton.jit
+def philox_words(seed, c0, c1, c2, c3):
+    """Draw four random words, uint32, for each counter of four: Philox 4x32.
+
+    ``seed`` is the key, 64 bits. Both halves of a product come from one multiplication, where
+    ``tl.philox`` takes two.
+    """
+    key = (tl.full((), 0, tl.int64) + seed).to(tl.uint64)
+    k0, k1 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
+    for _ in tl.static_range(_ROUNDS):
+        a = c0.to(tl.uint64) * 0xD2511F53
+        b = c2.to(tl.uint64) * 0xCD9E8D57
+        c0 = (b >> 32).to(tl.uint32) ^ c1 ^ k0
+        c2 = (a >> 32).to(tl.uint32) ^ c3 ^ k1
+        c1 = b.to(tl.uint32)
+        c3 = a.to(tl.uint32)
+        k0 += 0x9E3779B9
+        k1 += 0xBB67AE85
+    return c0, c1, c2, c3
 
 
 @triton.jit
@@ -40,7 +66,7 @@ def words_of_columns(seed, c0, c1, c3, COLUMNS: tl.constexpr):
     """
     group = tl.arange(0, COLUMNS // 4)[None, :].to(tl.uint32)
     zero = group * 0
-    a, b, c, d = tl.philox(
+    a, b, c, d = philox_words(
         seed,
         c0.to(tl.uint32)[:, None] + zero,
         c1.to(tl.uint32)[:, None] + zero,

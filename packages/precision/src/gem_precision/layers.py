@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from gem_opkit.errors import ConfigError, ShapeError, UnsupportedError, refusal
 from gem_precision.contract import PrecisionRecipe
-from gem_precision.norms import rms_normalize
+from gem_precision.norms import has_kernel, rms_normalize
+from gem_precision.ops import layer_norm, rms_norm
 
 MlpActivation = Literal["relu", "gelu", "silu", "identity"]
 
@@ -100,21 +101,29 @@ class RmsNorm(nn.Module):
         self.eps = eps
         self.gain_D = nn.Parameter(torch.ones(width)) if affine else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dim.
+    def forward(
+        self, x: Tensor, *, before: Tensor | None = None, after: Tensor | None = None
+    ) -> Tensor:
+        """Normalise the last dim; on a GPU with what is added around it in the same kernel.
 
         Args:
             x: floats of any shape that ends in the width.
+            before: added to x first; the shape of x.
+            after: added to the result; the shape of x.
 
         Returns:
-            y of the same shape and dtype.
+            y of the same shape, in the dtype that holds all of them.
 
         Raises:
             ShapeError: the input ends in another width.
         """
         _check_last_dim("RmsNorm", x, self.width)
-        y = rms_normalize(x, self.eps)
-        return y if self.gain_D is None else (y * self.gain_D).to(x.dtype)
+        if has_kernel(x):
+            return rms_norm(x, before=before, after=after, gain_D=self.gain_D, eps=self.eps)
+        a = x if before is None else x + before
+        y = rms_normalize(a, self.eps)
+        y = y if self.gain_D is None else (y * self.gain_D).to(a.dtype)
+        return y if after is None else y + after
 
     def extra_repr(self) -> str:
         """Width and gain, for ``print(module)``."""
@@ -147,21 +156,29 @@ class LayerNorm(nn.Module):
         self.eps = eps
         self.gain_D = nn.Parameter(torch.ones(width)) if affine else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dim.
+    def forward(
+        self, x: Tensor, *, before: Tensor | None = None, after: Tensor | None = None
+    ) -> Tensor:
+        """Normalise the last dim; on a GPU with what is added around it in the same kernel.
 
         Args:
             x: floats of any shape that ends in the width.
+            before: added to x first; the shape of x.
+            after: added to the result; the shape of x.
 
         Returns:
-            y of the same shape and dtype.
+            y of the same shape, in the dtype that holds all of them.
 
         Raises:
             ShapeError: the input ends in another width.
         """
         _check_last_dim("LayerNorm", x, self.width)
+        if has_kernel(x):
+            return layer_norm(x, before=before, after=after, gain_D=self.gain_D, eps=self.eps)
+        a = x if before is None else x + before
         # autocast would return float32 here; the caller's dtype is what the next matmul reads.
-        return F.layer_norm(x, (self.width,), self.gain_D, None, self.eps).to(x.dtype)
+        y = F.layer_norm(a, (self.width,), self.gain_D, None, self.eps).to(a.dtype)
+        return y if after is None else y + after
 
     def extra_repr(self) -> str:
         """Width and gain, for ``print(module)``."""

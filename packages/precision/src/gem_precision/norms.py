@@ -3,17 +3,19 @@
 Autograd through the plain formula makes seven passes over the tokens and keeps three copies of
 them; written out it makes two and keeps one copy: the output, or in half precision the input,
 because the output has been rounded. Inside ``torch.compile`` the plain
-formula is traced, because the compiler fuses it and its derivative with their neighbours. Left
-out: an affine gain, which the layers apply themselves, and a fused GPU kernel.
+formula is traced, because the compiler fuses it and its derivative with their neighbours. On a GPU
+``gem_precision.ops`` takes over, one kernel a pass. Left out: an affine gain, which the layers
+apply.
 """
 
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gem_opkit.errors import DtypeError, ShapeError, refusal
+from gem_precision.kernels.row_norm.op import WIDEST, rms_norm
 
 
 class _RmsNormalize(torch.autograd.Function):
@@ -53,6 +55,24 @@ def _wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
+def has_kernel(x: Tensor) -> bool:
+    """Tell whether a fused kernel normalises x.
+
+    Args:
+        x: what is to be normalised.
+
+    Returns:
+        whether it is a plain tensor on a GPU, with rows that a kernel takes, outside of
+        ``torch.compile``. What is spread over devices (a DTensor) runs in plain torch.
+    """
+    return (
+        x.is_cuda
+        and type(x) in (Tensor, nn.Parameter)
+        and 0 < x.shape[-1] <= WIDEST
+        and not torch.compiler.is_compiling()
+    )
+
+
 def rms_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
     """Divide each row by its root mean square.
 
@@ -82,6 +102,8 @@ def rms_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
         raise ShapeError(
             refusal("rms_normalize", "x", must="have a last dim", got="a scalar", fix="reshape it")
         )
+    if has_kernel(x):
+        return rms_norm(x, eps=eps)
     if torch.compiler.is_compiling():
         wide = _wide(x)
         mean_square = wide.square().mean(dim=-1, keepdim=True)
