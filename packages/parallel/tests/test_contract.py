@@ -65,8 +65,10 @@ def test_presets_hold_the_ranks_that_they_are_named_for():
         "laptop": 1,
         "h200": 1,
         "h200x2": 2,
+        "h200x8": 8,
+        "gem4096": 4096,
     }
-    with pytest.raises(ConfigError, match="laptop, h200, h200x2; got 'dgx'"):
+    with pytest.raises(ConfigError, match="h200x8, gem4096; got 'dgx'"):
         preset("dgx")
 
 

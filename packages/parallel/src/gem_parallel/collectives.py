@@ -12,6 +12,34 @@ from torch import Tensor
 from gem_opkit.errors import ShapeError
 from gem_parallel.launch import World
 
+# Torch 2.13 has new names for these two and warns of the old ones, which 2.11 has alone.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_gather_single(out: Tensor, own: Tensor, *, group: dist.ProcessGroup | None = None) -> None:
+    """Put equal parts of all ranks of a group side by side, in rank order.
+
+    Args:
+        out: is overwritten; first dim that of ``own`` times the ranks.
+        own: this rank's part, contiguous, the same shape and dtype on every rank.
+        group: ranks that take part; None for all.
+    """
+    _all_gather(out, own, group=group)
+
+
+def reduce_scatter_single(
+    out: Tensor, parts: Tensor, *, group: dist.ProcessGroup | None = None
+) -> None:
+    """Sum equal parts over the ranks of a group, each rank its own part.
+
+    Args:
+        out: is overwritten with the sum of the ranks' parts of this rank.
+        parts: one part for each rank, side by side along the first dim, contiguous.
+        group: ranks that take part; None for all.
+    """
+    _reduce_scatter(out, parts, op=dist.ReduceOp.SUM, group=group)
+
 
 def all_reduce_sum(value: Tensor, world: World) -> Tensor:
     """Sum a tensor over all ranks, in place.

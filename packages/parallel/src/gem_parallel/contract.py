@@ -27,11 +27,48 @@ class LinkTier(Contract):
         gt=0, description="bandwidth of one rank into this tier, one direction, 10^9 bytes/s"
     )
     latency_us: float = Field(ge=0, description="time of an empty message, microseconds")
+    collective_frac: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="share of the bandwidth that collectives of large messages reach",
+    )
+
+
+class Accelerator(Contract):
+    """What one rank computes with."""
+
+    name: str = Field(min_length=1, description="name that a forecast prints, such as H200")
+    memory_gib: float = Field(gt=0, description="memory of one rank, GiB")
+    peak_tflops: float = Field(
+        gt=0, description="dense BF16 peak of the data sheet, the denominator of MFU, 10^12 FLOP/s"
+    )
+    matmul_tflops: float = Field(
+        gt=0, description="BF16 rate that a large matrix product reaches, 10^12 FLOP/s"
+    )
+    memory_gbytes_per_s: float = Field(
+        gt=0, description="bandwidth of a large copy, bytes read plus written, 10^9 bytes/s"
+    )
+
+    @model_validator(mode="after")
+    def _matmul_below_peak(self) -> Self:
+        if self.matmul_tflops > self.peak_tflops:
+            raise ConfigError(
+                "Accelerator: matmul_tflops must be at most peak_tflops; got "
+                f"{self.matmul_tflops:g} and {self.peak_tflops:g}; give the dense BF16 peak, not "
+                "the sparse figure or the rate of another number format"
+            )
+        return self
 
 
 class Topology(Contract):
     """Machines and links of a job: hosts of GPUs, zones of hosts, and what joins them."""
 
+    accelerator: Accelerator | None = Field(
+        default=None,
+        description="what a rank computes with; None where only the links are known, which is "
+        "too little for a forecast of step times",
+    )
     hosts: int = Field(default=1, ge=1, description="number of hosts")
     ranks_per_host: int = Field(default=1, ge=1, description="ranks (GPUs or processes) a host")
     hosts_per_zone: int = Field(default=1, ge=1, description="hosts that share a full-speed fabric")
@@ -76,6 +113,15 @@ class ParallelPlan(Contract):
     expert: int = Field(default=1, ge=1, description="ranks that share the experts out")
     table_shard: int = Field(default=1, ge=1, description="parts that tables are cut into")
     table_replicate: int = Field(default=1, ge=1, description="copies of every table part")
+    fully_sharded_tables: bool = Field(
+        default=False,
+        description="each replica keeps 1 / table_replicate of its table rows between steps",
+    )
+    replicate_below: int = Field(
+        default=65_536,
+        ge=0,
+        description="dense parameters with fewer elements are copies on every rank",
+    )
 
     @classmethod
     def data_parallel(cls, world_size: int) -> "ParallelPlan":

@@ -1,88 +1,269 @@
-"""Parallel training of the dense part: the model is single-device code, this wraps it from outside.
+"""Run the dense part of a model under a plan: copies, shards, experts, in one call.
 
-Built: one rank, and replication over all ranks (torch's DistributedDataParallel: well kept, and its
-buckets overlap the all-reduce with the backward pass). Sharding and experts raise UnsupportedError.
+The three axes of a plan and what each does to parameters and gradients:
+
+    replicate   copies of every shard; gradients all-reduced
+    shard       parameters cut over ranks, gathered before use; gradients reduce-scattered
+    expert      experts dealt out over ranks; activations travel (`gem_parallel.sharding.experts`)
+
+Whatever the mesh, after a backward pass each parameter holds the mean over all ranks of the world
+of the ranks' gradients, as with DistributedDataParallel. A plan that neither shards nor spreads
+experts is DistributedDataParallel.
 """
 
-import inspect
-from collections.abc import Collection
+import difflib
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from gem_opkit.errors import ConfigError, UnsupportedError
-from gem_parallel.collectives import all_reduce_sum, broadcast_tensors
+from gem_opkit.errors import ConfigError, refusal
+from gem_parallel.collectives import broadcast_tensors
 from gem_parallel.contract import ParallelPlan
 from gem_parallel.launch import World
+from gem_parallel.sharding.experts import check_experts
+from gem_parallel.sharding.parameters import Sharding, shard
+from gem_parallel.sharding.replicate import data_parallel as data_parallel
+from gem_parallel.sharding.replicate import loss_scale as loss_scale
+from gem_parallel.sharding.replicate import own_names, replicate
 
 
-def data_parallel(
-    module: nn.Module, plan: ParallelPlan, world: World, *, ignored: Collection[nn.Parameter] = ()
-) -> nn.Module:
-    """Make the gradients of every rank's copy equal, averaged over ranks.
+class DenseParallel:
+    """A model whose dense parameters are trained on many ranks. Made by `parallelise`.
 
-    All parameters, the ignored ones too, are first overwritten with those of rank 0. Scale each
-    rank's mean loss by ``loss_scale`` so that the averaged gradient is that of the whole batch.
+    Attributes:
+        module: to be called in place of the model.
+        parameters: name in the single-process model -> what this rank trains of it, the ignored
+            ones left out.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: dict[str, nn.Parameter],
+        sharding: Sharding | None = None,
+    ) -> None:
+        self.module, self.parameters, self._sharding = module, parameters, sharding
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backward passes within add up on each rank; the first one after it merges ranks.
+
+        What is sharded then keeps whole gradients until that one.
+        """
+        if isinstance(self.module, DistributedDataParallel):
+            with self.module.no_sync():
+                yield
+            return
+        self._merge(merge=False)
+        try:
+            yield
+        finally:
+            self._merge(merge=True)
+
+    def _merge(self, *, merge: bool) -> None:
+        if isinstance(self.module, FSDPModule):
+            self.module.set_requires_gradient_sync(merge)
+        if self._sharding is not None:
+            self._sharding.copies.enabled = merge
+
+    @torch.no_grad()
+    def grad_norm(self) -> Tensor:
+        """The L2 norm of all dense gradients together, as one process would see it.
+
+        Every rank has to call it.
+
+        Returns:
+            scalar of the parameters' dtype on the world's device, the same on every rank; no host
+            waits for it.
+
+        Numerics: squares of the norms of single tensors are added in float64.
+        """
+        if self._sharding is None:
+            return nn.utils.get_total_norm(self.local_gradients())
+        # Each gradient is counted by one rank of a replica: copies by its first rank, copies of an
+        # expert by the first that keeps them.
+        first = self._sharding.meshes
+        counted: list[Tensor] = []
+        for name, parameter in self.parameters.items():
+            if parameter.grad is None:
+                continue
+            copy = not isinstance(parameter, DTensor)
+            keeper = first.shard_rank if name in self._sharding.of_experts else first.inner.rank()
+            if not copy or keeper == 0:
+                counted.append(_local(parameter.grad))
+        any_of_them = next(iter(self.parameters.values()))
+        squares = torch.zeros((), dtype=torch.float64, device=any_of_them.device)
+        if counted:
+            norms = torch.stack(list(torch._foreach_norm(counted)))
+            squares = norms.double().square().sum()
+        dist.all_reduce(squares, group=first.inner)
+        return squares.sqrt().to(any_of_them.dtype)
+
+    @torch.no_grad()
+    def clip_(self, max_norm: float) -> Tensor:
+        """Scale all dense gradients so that their norm is at most ``max_norm``.
+
+        Every rank has to call it.
+
+        Args:
+            max_norm: above 0.
+
+        Returns:
+            The norm before, as `grad_norm` gives it.
+        """
+        norm = self.grad_norm()
+        if self._sharding is None:
+            nn.utils.clip_grads_with_norm_(list(self.parameters.values()), max_norm, norm)
+        elif gradients := self.local_gradients():
+            # As torch does it for whole gradients.
+            factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_(gradients, factor)
+        return norm
+
+    def local_gradients(self) -> list[Tensor]:
+        """The gradients that this rank holds, as plain tensors: shards of what is sharded.
+
+        Returns:
+            one for each parameter that has one, in the order of ``parameters``; they share the
+            gradients' memory.
+        """
+        with torch.no_grad():
+            return [_local(p.grad) for p in self.parameters.values() if p.grad is not None]
+
+    def foreach_groups(self, parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+        """Sort parameters into groups that an optimizer may treat in one foreach call.
+
+        Args:
+            parameters: some of this model's.
+
+        Returns:
+            plain ones together, and those that are cut over one mesh together; no group is empty.
+            The order within a group is that of ``parameters``.
+        """
+        groups: dict[object, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            groups.setdefault(mesh, []).append(parameter)
+        return list(groups.values())
+
+    def state(self) -> dict[str, Tensor]:
+        """What this rank holds, for ``torch.distributed.checkpoint``: saved and loaded in place.
+
+        Returns:
+            name in the single-process model -> tensor or DTensor that shares the parameter's
+            memory. An expert is there on the ranks that keep it.
+        """
+        return {name: p.detach() for name, p in self.parameters.items()}
+
+    @torch.no_grad()
+    def full_state(self) -> dict[str, Tensor]:
+        """All dense parameters whole, on every rank, experts of other ranks too.
+
+        Every rank has to call it; it holds the whole model in memory.
+
+        Returns:
+            name in the single-process model -> tensor of its own memory, in that model's order.
+        """
+        if self._sharding is None:
+            return {name: p.detach().clone() for name, p in self.parameters.items()}
+        absent, group = self._sharding.absent, self._sharding.meshes.expert_group
+        device = next(iter(self.parameters.values())).device
+        found: dict[str, Tensor] = {}
+        for name in self._sharding.order:
+            if name in absent:
+                shape, dtype, _ = absent[name]
+                found[name] = torch.empty(shape, dtype=dtype, device=device)
+            else:
+                own = self.parameters[name].detach()
+                found[name] = own.full_tensor() if isinstance(own, DTensor) else own.clone()
+        if group is not None:
+            owners = {name: owner for name, (_, _, owner) in absent.items()}
+            for name in self._sharding.order:
+                if name in absent or name in self._sharding.of_experts:
+                    dist.broadcast(
+                        found[name], group=group, group_src=owners.get(name, group.rank())
+                    )
+        return found
+
+
+def _local(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def parallelise(
+    module: nn.Module,
+    plan: ParallelPlan,
+    world: World,
+    *,
+    units: Sequence[str],
+    experts: Sequence[str] = (),
+    ignored: Collection[nn.Parameter] = (),
+) -> DenseParallel:
+    """Spread the dense part of a model over the ranks of a plan.
+
+    All parameters, the ignored ones too, are first overwritten with those of rank 0.
 
     Args:
-        module: the model, on the world's device, with equal shapes on every rank.
-        plan: must be a data-parallel plan of ``world.size`` ranks.
+        module: the model, on the world's device, built alike on every rank. It is changed in
+            place where the plan shards.
+        plan: of ``world.size`` ranks; its table axes are not looked at.
         world: the ranks.
-        ignored: parameters whose gradients the caller merges (embedding tables: their gradients
-            are sparse).
+        units: qualified names of the submodules whose parameters are gathered together, in the
+            order in which they run.
+        experts: qualified names of the modules that hold a list ``experts`` and a replaceable
+            ``run(experts, parts)``, the sum over experts of each expert's output.
+        ignored: parameters whose gradients the caller merges (embedding tables).
 
     Returns:
-        The module to call in place of ``module``; ``module`` itself on one rank.
+        The model to train.
 
     Raises:
-        ConfigError: the plan is for another number of ranks, or ignores a foreign parameter.
-        UnsupportedError: the plan shards parameters or experts.
+        ConfigError: the plan is for another number of ranks or does not divide the experts, or a
+            name is not in the module.
     """
-    for axis in ("shard", "expert", "table_shard"):
-        if getattr(plan, axis) > 1:
-            raise UnsupportedError(
-                f"data_parallel: {axis} must be 1; got {getattr(plan, axis)}; sharded training is "
-                "not built yet, use replicate and table_replicate"
-            )
     plan.check_world(world.size)
-    if world.size == 1:
-        return module
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    foreign = [parameter for parameter in ignored if id(parameter) not in names]
-    if foreign:
-        raise ConfigError(
-            f"data_parallel: ignored must hold parameters of the module; got {len(foreign)} "
-            "that are not; pass the module's own parameters"
-        )
+    own_names(module, ignored)
+    _check_names(module, units=units, experts=experts)
+    check_experts(module, experts, plan)
+    skipped = set(ignored)
+    if plan.shard == plan.expert == 1:
+        own = {n: p for n, p in module.named_parameters() if p not in skipped}
+        wrapped = module if world.size == 1 else replicate(module, world, ignored=ignored)
+        return DenseParallel(wrapped, own)
     broadcast_tensors([*module.parameters(), *module.buffers()], world)
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
-        module, [names[id(parameter)] for parameter in ignored]
-    )
-    # Buffers are equal by now and each rank keeps its own; torch 2.13 has a new word for that.
-    known = inspect.signature(DistributedDataParallel.__init__).parameters
-    if "forward_sync_buffers" in known:
-        return DistributedDataParallel(
-            module, gradient_as_bucket_view=True, forward_sync_buffers=False
-        )
-    return DistributedDataParallel(module, gradient_as_bucket_view=True, broadcast_buffers=False)
+    sharding = shard(module, plan, world, units=units, experts=experts, ignored=skipped)
+    return DenseParallel(module, sharding.parameters, sharding)
 
 
-def loss_scale(local_weight: float, world: World) -> float:
-    """Factor for a rank's mean loss that makes the averaged gradient that of the whole batch.
-
-    With mean losses l_r over weights w_r, the whole batch has loss Σ w_r l_r / Σ w_r, while
-    averaging gives Σ l_r / W; hence the factor W w_r / Σ w_r. Right for unequal and empty parts.
-
-    Args:
-        local_weight: number (or weight) of what this rank's mean runs over, at least 0.
-        world: the ranks.
-
-    Returns:
-        The factor; 1 on one rank, 0 on a rank without examples.
-    """
-    if world.size == 1:
-        return 1.0
-    total = torch.tensor([local_weight], dtype=torch.float64, device=world.device)
-    whole = float(all_reduce_sum(total, world))
-    return world.size * local_weight / whole if whole > 0 else 0.0
+def _check_names(module: nn.Module, *, units: Sequence[str], experts: Sequence[str]) -> None:
+    known = {name: part for name, part in module.named_modules() if name}
+    for argument, names in (("units", units), ("experts", experts)):
+        for name in names:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                raise ConfigError(
+                    refusal(
+                        "parallelise",
+                        argument,
+                        must="name submodules of the model",
+                        got=repr(name) + (f"; did you mean {near[0]!r}?" if near else ""),
+                        fix="correct or remove it",
+                    )
+                )
+    for name in experts:
+        if not isinstance(getattr(known[name], "experts", None), nn.ModuleList):
+            raise ConfigError(
+                refusal(
+                    "parallelise",
+                    "experts",
+                    must="name modules that hold a ModuleList 'experts'",
+                    got=f"{name!r}, a {type(known[name]).__name__}",
+                    fix="name the module that sums over experts",
+                )
+            )

@@ -5,12 +5,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from gem_opkit.errors import ConfigError
+from gem_parallel.meeting import store_of_this_start
+from gem_parallel.watch import watched
 
 # Keeps process groups until the process ends. The destructor of a gloo group joins its threads
 # while it holds the interpreter's lock, and a thread that is still dropping the tensor of the last
@@ -23,6 +26,12 @@ _SETTLE_S = 0.1
 _SETTLE_LIMIT_S = 10.0
 _TASKS = Path("/proc/self/task")
 _GLOO_THREAD = "pt_gloo_runloop"
+# A rank may prepare data or write a checkpoint while the others wait in a collective. That a rank
+# has died is found sooner, by the watch.
+_COLLECTIVE_LIMIT = timedelta(minutes=30)
+# Variable that sets the silence after which a rank counts as dead, seconds; 0: nobody watches.
+SILENCE_VARIABLE = "GEM_RANK_SILENCE_S"
+_SILENCE_S = 45
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +60,8 @@ def process_group(device: str = "auto") -> Iterator[World]:
 
     Under ``torchrun`` the environment holds RANK, WORLD_SIZE and LOCAL_RANK; without them the
     process is a job of its own and no process group is made. CPU ranks talk over gloo, GPU ranks
-    over NCCL.
+    over NCCL. A rank that gives no sign of life for 45 s, or as many as the variable
+    GEM_RANK_SILENCE_S says, ends all others with a line that names it.
 
     Args:
         device: ``auto`` (CUDA where there is one, otherwise CPU), ``cpu`` or ``cuda``.
@@ -71,10 +81,16 @@ def process_group(device: str = "auto") -> Iterator[World]:
         yield World(device=chosen)
         return
     backend = "nccl" if chosen.type == "cuda" else "gloo"
-    dist.init_process_group(backend, rank=rank, world_size=size)
+    silence_s = _env_int(SILENCE_VARIABLE, _SILENCE_S)
+    shared, _, _ = next(dist.rendezvous("env://", rank, size, timeout=_COLLECTIVE_LIMIT))
+    store = store_of_this_start(shared, rank, size, _COLLECTIVE_LIMIT)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=size, timeout=_COLLECTIVE_LIMIT
+    )
     _groups_of_this_process.append(dist.group.WORLD)
     try:
-        yield World(rank=rank, size=size, device=chosen)
+        with watched(store, rank, size, silence_s):
+            yield World(rank=rank, size=size, device=chosen)
     finally:
         # The groups of meshes too.
         _groups_of_this_process.extend(dist.distributed_c10d._world.pg_map)

@@ -1,0 +1,404 @@
+"""The forecast of a training step: time by part, exposed communication, memory, MFU.
+
+    step = tables before + forward + backward + tables behind + optimizer + host gaps
+    compute of a unit = Σ max(FLOPs / matmul rate, bytes / bandwidth) / share that its kind reaches
+    the slowest rank has mean + spread · √(2 ln ranks) of that work
+
+Collectives run beside compute as `timeline` says; what is left over is exposed. Hidden ones slow
+the compute that they run beside.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from gem_opkit.errors import ConfigError, refusal
+from gem_parallel.contract import Accelerator, ParallelPlan, Topology
+from gem_parallel.planning.links import (
+    AxisGroup,
+    axis_group,
+    collective_ms,
+    slowest_tier,
+)
+from gem_parallel.planning.memory import Memory, held_elements, memory, whole_elements
+from gem_parallel.planning.rates import Rates
+from gem_parallel.planning.timeline import Queues, Segment, Transfer, end, run
+from gem_parallel.planning.traffic import DenseTraffic, dense_traffic, own_experts
+from gem_parallel.planning.work import Operator, TableStep, TableTraffic, Unit, Work
+
+# Clipping reads the gradients once for their norm, and once more to scale them.
+_CLIP_PASSES = 3
+_MASTER_BYTES = 4
+_GroupOf = Callable[[str], AxisGroup]
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanged:
+    """All collectives of one kind over one axis in a step.
+
+    Attributes:
+        axis: of the mesh.
+        collective: its name.
+        tier: outermost links that it crosses; None for a group of one.
+        members: ranks of a group.
+        given_bytes: what one rank gives.
+        calls: number of calls.
+        ms: time of all of them, alone.
+        what: what travels.
+        part: ``dense`` or ``tables``.
+    """
+
+    axis: str
+    collective: str
+    tier: str | None
+    members: int
+    given_bytes: float
+    calls: int
+    ms: float
+    what: tuple[str, ...]
+    part: str
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What a step of a plan takes, on the slowest rank.
+
+    Attributes:
+        plan: the plan.
+        ranks: number of ranks.
+        step_ms: time of a step.
+        parts_ms: where it goes; the parts add up to it.
+        kinds_ms: kind of work -> time of forward and backward compute, a share of ``compute``.
+        exchanged: every collective.
+        memory: bytes of a rank.
+        fits: whether the memory holds it; None where the accelerator's is not known.
+        flops: model FLOPs of one rank's batch.
+        e2e_mfu: share of the peak that the step reaches.
+        local_mfu: that of forward and backward compute alone, on one rank, without collectives.
+        scaling_ratio: the first over the second.
+    """
+
+    plan: ParallelPlan
+    ranks: int
+    step_ms: float
+    parts_ms: Mapping[str, float]
+    kinds_ms: Mapping[str, float]
+    exchanged: tuple[Exchanged, ...]
+    memory: Memory
+    fits: bool
+    flops: int
+    e2e_mfu: float
+    local_mfu: float
+    scaling_ratio: float
+
+    @property
+    def exposed_ms(self) -> float:
+        """Time in which nothing but collectives runs."""
+        return self.parts_ms["exposed dense"] + self.parts_ms["exposed tables"]
+
+
+def forecast(
+    work: Work,
+    plan: ParallelPlan,
+    topology: Topology,
+    *,
+    tables: TableStep | None = None,
+    rates: Rates,
+) -> Forecast:
+    """Forecast a step.
+
+    Args:
+        work: what one rank's batch needs.
+        plan: sizes of the axes.
+        topology: machines, of as many ranks, with an accelerator.
+        tables: what tables cost under this plan; None for a model without.
+        rates: shares of the roofline, overlap, overheads.
+
+    Returns:
+        the forecast.
+
+    Raises:
+        ConfigError: another number of ranks, an expert count that the axis does not divide, a
+            topology without an accelerator, or a kind of work without a rate.
+    """
+    plan.check_world(topology.world_size)
+    check_experts(work, plan)
+    device = accelerator_of(topology)
+    tables = TableStep() if tables is None else tables
+    groups: dict[str, AxisGroup] = {}
+
+    def group_of(axis: str) -> AxisGroup:
+        if axis not in groups:
+            groups[axis] = axis_group(plan, axis, topology)
+        return groups[axis]
+
+    timed: list[tuple[DenseTraffic, float]] = []
+    for each in dense_traffic(work, plan):
+        group = group_of(each.axis)
+        given = each.given_bytes
+        ms = collective_ms(each.collective, given, group, topology, rates, calls=each.calls)
+        timed.append((each, ms))
+    slow = 1.0 + work.spread * math.sqrt(2.0 * math.log(plan.world_size))
+    own = _compute(work, plan, device, rates)
+    copied = {unit.name: _copies_ms(unit, work, plan, device) for unit in work.units}
+    alone = sum(sum(ms) for ms in _compute(work, ParallelPlan(), device, rates).values())
+    queues = Queues()
+    for index in range(2):
+        phase = ("forward", "backward")[index]
+        units = work.units if index == 0 else tuple(reversed(work.units))
+        segments = [
+            _segment(
+                unit,
+                phase,
+                own[unit.name][index] * slow + copied[unit.name][index],
+                timed,
+                group_of,
+                topology,
+            )
+            for unit in units
+        ]
+        run(segments, queues, rates.prefetch_units)
+    even = sum(sum(ms) for ms in own.values())
+    copies = sum(sum(ms) for ms in copied.values())
+    compute = slow * even + copies
+    exposed = max(0.0, end(queues) - compute)
+    hidden = max(0.0, sum(ms for _, ms in timed) - exposed)
+    table_ms, table_exposed, table_traffic = _tables(tables, group_of, topology, rates)
+    parts = {
+        "compute": even,
+        "imbalance": (slow - 1.0) * even,
+        "gather copies": copies,
+        "contention": rates.contention * hidden,
+        "exposed dense": exposed,
+        "tables": table_ms,
+        "exposed tables": table_exposed,
+        "optimizer": _optimizer_ms(work, plan, device, rates),
+        "host": rates.host_ms,
+    }
+    step_ms = sum(parts.values())
+    peak = device.peak_tflops * 1e12
+    flops = work.flops()
+    held = memory(work, plan, tables, prefetch=rates.prefetch_units)
+    e2e, local = (1e3 * flops / (peak * ms) if ms > 0 else 0.0 for ms in (step_ms, alone))
+    return Forecast(
+        plan=plan,
+        ranks=plan.world_size,
+        step_ms=step_ms,
+        parts_ms=parts,
+        kinds_ms=_kinds(work, plan, device, rates),
+        exchanged=_gathered_up(timed, group_of, topology) + table_traffic,
+        memory=held,
+        fits=held.total <= device.memory_gib * 2**30,
+        flops=flops,
+        e2e_mfu=e2e,
+        local_mfu=local,
+        scaling_ratio=e2e / local if local > 0 else 0.0,
+    )
+
+
+def accelerator_of(topology: Topology) -> Accelerator:
+    """Return what a topology's ranks compute with.
+
+    Args:
+        topology: the machines.
+
+    Raises:
+        ConfigError: it says nothing of that.
+    """
+    if topology.accelerator is None:
+        raise ConfigError(
+            refusal(
+                "forecast",
+                "topology.accelerator",
+                must="be given: without its rates no step time is known",
+                got=None,
+                fix="add the table [accelerator], or take a preset that has one (h200x8)",
+            )
+        )
+    return topology.accelerator
+
+
+def check_experts(work: Work, plan: ParallelPlan) -> None:
+    """Refuse a plan that deals experts out unevenly.
+
+    Args:
+        work: the model.
+        plan: sizes of the axes.
+
+    Raises:
+        ConfigError: a unit whose number of experts the axis does not divide, with every factor.
+    """
+    for unit in work.units:
+        if unit.experts and len(unit.experts) % plan.expert:
+            raise ConfigError(
+                refusal(
+                    "forecast",
+                    "expert",
+                    must=f"divide the {len(unit.experts)} experts of {unit.name}",
+                    got=f"replicate={plan.replicate} * shard={plan.shard} * expert={plan.expert} "
+                    f"= {plan.world_size}",
+                    fix="change the expert axis or the number of experts",
+                )
+            )
+    if plan.expert > 1 and not any(unit.experts for unit in work.units):
+        raise ConfigError(
+            refusal(
+                "forecast",
+                "expert",
+                must="be 1 for a model without experts",
+                got=plan.expert,
+                fix="use the shard axis",
+            )
+        )
+
+
+def operator_ms(operators: Sequence[Operator], device: Accelerator, rates: Rates) -> list[float]:
+    """Time of forward and of backward of some operators.
+
+    Args:
+        operators: of one rank's batch.
+        device: rates of the roofline.
+        rates: shares of it.
+
+    Returns:
+        two times in milliseconds.
+    """
+    total = [0.0, 0.0]
+    for op in operators:
+        share = rates.share(op.kind)
+        for index, (cost, reached) in enumerate(
+            ((op.forward, share.forward), (op.backward, share.backward))
+        ):
+            roof = cost.roofline_ms(device.matmul_tflops * 1e12, device.memory_gbytes_per_s * 1e9)
+            total[index] += roof / reached
+    return total
+
+
+def _own_operators(unit: Unit, plan: ParallelPlan) -> list[Operator]:
+    """Work of one rank: its own experts see the examples of all ranks of the axis."""
+    found = list(unit.operators)
+    for expert in own_experts(unit, plan):
+        found += [
+            Operator(op.kind, op.forward * plan.expert, op.backward * plan.expert)
+            for op in expert.operators
+        ]
+    return found
+
+
+def _compute(
+    work: Work, plan: ParallelPlan, device: Accelerator, rates: Rates
+) -> dict[str, list[float]]:
+    return {
+        unit.name: operator_ms(_own_operators(unit, plan), device, rates) for unit in work.units
+    }
+
+
+def _kinds(work: Work, plan: ParallelPlan, device: Accelerator, rates: Rates) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for unit in work.units:
+        for op in _own_operators(unit, plan):
+            found[op.kind] = found.get(op.kind, 0.0) + sum(operator_ms([op], device, rates))
+    return dict(sorted(found.items()))
+
+
+def _segment(
+    unit: Unit,
+    phase: str,
+    compute_ms: float,
+    timed: Sequence[tuple[DenseTraffic, float]],
+    group_of: _GroupOf,
+    topology: Topology,
+) -> Segment:
+    own = [(each, ms) for each, ms in timed if each.unit == unit.name and each.phase == phase]
+
+    def transfers(chosen: Callable[[DenseTraffic], bool]) -> list[Transfer]:
+        return [
+            Transfer(_queue(group_of(each.axis), topology), ms) for each, ms in own if chosen(each)
+        ]
+
+    return Segment(
+        compute_ms=compute_ms,
+        before=transfers(lambda each: not each.blocks and each.collective == "all_gather"),
+        within=transfers(lambda each: each.blocks),
+        after=transfers(lambda each: not each.blocks and each.collective != "all_gather"),
+    )
+
+
+def _queue(group: AxisGroup, topology: Topology) -> str:
+    """Links that a collective keeps busy: adapters of whatever reach are one queue."""
+    tier = slowest_tier(group, topology)
+    return "host" if tier is None or tier == topology.host_tier else "adapter"
+
+
+def _copies_ms(unit: Unit, work: Work, plan: ParallelPlan, device: Accelerator) -> list[float]:
+    """Time of copying parameters out of what was gathered, and gradients into what is reduced."""
+    moved = 2 * work.parameter_bytes * whole_elements(unit, plan)
+    once = moved / (device.memory_gbytes_per_s * 1e6)
+    return [once, 2 * once]
+
+
+def _optimizer_ms(work: Work, plan: ParallelPlan, device: Accelerator, rates: Rates) -> float:
+    passes = rates.optimizer_passes + _CLIP_PASSES
+    moved = held_elements(work, plan) * _MASTER_BYTES * passes
+    return moved / (device.memory_gbytes_per_s * 1e6 * rates.optimizer_share)
+
+
+def _tables(
+    tables: TableStep, group_of: _GroupOf, topology: Topology, rates: Rates
+) -> tuple[float, float, tuple[Exchanged, ...]]:
+    exposed = 0.0
+    found: list[Exchanged] = []
+    for each in tables.traffic:
+        group = group_of(each.axis)
+        ms = _table_ms(each, group, topology, rates)
+        if not each.hidden:
+            exposed += ms
+        tier = slowest_tier(group, topology)
+        found.append(
+            Exchanged(
+                axis=each.axis,
+                collective=each.collective,
+                tier=None if tier is None else tier.name,
+                members=group.members,
+                given_bytes=each.given_bytes,
+                calls=1,
+                ms=ms,
+                what=(each.what,),
+                part="tables",
+            )
+        )
+    factor = rates.table_factor if tables.whole else rates.engine_factor
+    return tables.local_ms * factor, exposed, tuple(found)
+
+
+def _table_ms(each: TableTraffic, group: AxisGroup, topology: Topology, rates: Rates) -> float:
+    if each.ms is not None:
+        return each.ms
+    return collective_ms(each.collective, each.given_bytes, group, topology, rates)
+
+
+def _gathered_up(
+    timed: Sequence[tuple[DenseTraffic, float]], group_of: _GroupOf, topology: Topology
+) -> tuple[Exchanged, ...]:
+    """One line for each axis and collective."""
+    sums: dict[tuple[str, str], list[tuple[DenseTraffic, float]]] = {}
+    for each, ms in timed:
+        sums.setdefault((each.axis, each.collective), []).append((each, ms))
+    found: list[Exchanged] = []
+    for (axis, collective), members in sums.items():
+        group = group_of(axis)
+        tier = slowest_tier(group, topology)
+        found.append(
+            Exchanged(
+                axis=axis,
+                collective=collective,
+                tier=None if tier is None else tier.name,
+                members=group.members,
+                given_bytes=sum(each.given_bytes for each, _ in members),
+                calls=sum(each.calls for each, _ in members),
+                ms=sum(ms for _, ms in members),
+                what=tuple(dict.fromkeys(each.what for each, _ in members)),
+                part="dense",
+            )
+        )
+    return tuple(found)

@@ -1,0 +1,305 @@
+"""Find the plans whose step is shortest, and say why: enumerate, forecast, rank.
+
+The dense axes and the table axes cost a step independently of each other, so each is enumerated by
+itself and the best of both are put together.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from gem_opkit.errors import ConfigError, refusal
+from gem_parallel.contract import DENSE_AXES, SPARSE_AXES, ParallelPlan, Topology
+from gem_parallel.planning.forecast import Exchanged, Forecast, accelerator_of, forecast
+from gem_parallel.planning.rates import Rates
+from gem_parallel.planning.work import TableStep, Work
+
+TablesFor = Callable[[ParallelPlan, Topology], TableStep]
+# Of each side the best that are put together: enough that memory can rule some out.
+_PAIRED = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """One plan with what speaks for and against it.
+
+    Attributes:
+        forecast: of its step.
+        reason: which collectives it waits for, over which links, and what it costs in memory.
+    """
+
+    forecast: Forecast
+    reason: str
+
+    @property
+    def plan(self) -> ParallelPlan:
+        """The plan."""
+        return self.forecast.plan
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """The outcome of a search.
+
+    Attributes:
+        best: plans in the order of their step times, those that fit first.
+        tried: plans that were forecast.
+        refused: reason -> number of plans that were left out for it.
+        single: the forecast of one rank alone, which weak scaling is measured against.
+    """
+
+    best: tuple[Ranked, ...]
+    tried: int
+    refused: Mapping[str, int]
+    single: Forecast
+
+    def weak_scaling(self, found: Forecast) -> float:
+        """MFU of a plan over that of one rank.
+
+        Args:
+            found: forecast of the plan.
+        """
+        return found.e2e_mfu / self.single.e2e_mfu
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors.
+
+    Args:
+        number: at least 1.
+
+    Returns:
+        them, rising.
+    """
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def dense_plans(work: Work, ranks: int) -> Iterator[ParallelPlan]:
+    """Every way to spread the dense part that deals experts out evenly.
+
+    Args:
+        work: says how many experts there are.
+        ranks: number of ranks.
+
+    Yields:
+        plans whose tables are copies.
+    """
+    counts = [len(unit.experts) for unit in work.units if unit.experts]
+    experts = math.gcd(*counts) if counts else 1
+    for expert in divisors(math.gcd(experts, ranks)):
+        for shard in divisors(ranks // expert):
+            yield ParallelPlan(
+                replicate=ranks // expert // shard,
+                shard=shard,
+                expert=expert,
+                table_replicate=ranks,
+            )
+
+
+def table_plans(topology: Topology) -> Iterator[ParallelPlan]:
+    """Every way to spread tables whose copies are neighbours that fill hosts or divide one.
+
+    Args:
+        topology: hosts.
+
+    Yields:
+        plans whose dense parameters are copies.
+    """
+    ranks, host = topology.world_size, topology.ranks_per_host
+    for copies in divisors(ranks):
+        if host % copies and copies % host:
+            continue
+        for fully in (False, True) if copies > 1 else (False,):
+            yield ParallelPlan(
+                replicate=ranks,
+                table_shard=ranks // copies,
+                table_replicate=copies,
+                fully_sharded_tables=fully,
+            )
+
+
+def search(
+    work: Work,
+    topology: Topology,
+    *,
+    tables: TablesFor,
+    rates: Rates,
+    fixed: Mapping[str, int | bool] | None = None,
+    most: int = 5,
+) -> Search:
+    """Rank the plans for some machines.
+
+    Args:
+        work: what one rank's batch needs.
+        topology: the machines.
+        tables: what tables cost under a plan; raises ConfigError where they do not fit.
+        rates: of the forecast.
+        fixed: axis, or ``fully_sharded_tables`` -> value that every plan must have.
+        most: plans wanted.
+
+    Returns:
+        the best plans, fewer where there are fewer.
+
+    Raises:
+        ConfigError: a fixed axis that no plan has, or tables that fit under no plan.
+    """
+    fixed = dict(fixed or {})
+    _check_fixed(fixed)
+    tables = _once(tables)
+    device = accelerator_of(topology)
+    refused: dict[str, int] = {}
+    dense = [
+        forecast(work, plan, topology, rates=rates)
+        for plan in dense_plans(work, topology.world_size)
+        if _has(plan, fixed, DENSE_AXES)
+    ]
+    sparse = _table_forecasts(topology, tables, rates, fixed, refused)
+    if not dense or not sparse:
+        axes = SPARSE_AXES if dense else DENSE_AXES
+        raise _nothing(fixed, topology, work, refused, axes)
+    dense.sort(key=lambda found: (not found.fits, found.step_ms))
+    sparse.sort(key=lambda pair: pair[1].step_ms)
+    chosen_dense = _varied(dense)
+    pairs: list[Forecast] = []
+    for one in chosen_dense:
+        for plan, _ in sparse[:_PAIRED]:
+            whole = one.plan.model_copy(
+                update={
+                    "table_shard": plan.table_shard,
+                    "table_replicate": plan.table_replicate,
+                    "fully_sharded_tables": plan.fully_sharded_tables,
+                }
+            )
+            step = tables(whole, topology)
+            pairs.append(forecast(work, whole, topology, tables=step, rates=rates))
+    pairs.sort(key=lambda found: (not found.fits, found.step_ms))
+    too_large = sum(not found.fits for found in (*dense, *pairs))
+    if too_large:
+        refused[f"more memory than the {device.memory_gib:g} GiB of a rank"] = too_large
+    alone = topology.model_copy(update={"hosts": 1, "ranks_per_host": 1})
+    single = forecast(
+        work, ParallelPlan(), alone, tables=tables(ParallelPlan(), alone), rates=rates
+    )
+    best = [Ranked(found, _reason(found, pairs[0])) for found in pairs[:most]]
+    return Search(tuple(best), len(dense) + len(sparse) + len(pairs), refused, single)
+
+
+def _once(tables: TablesFor) -> TablesFor:
+    """Ask for each cut of the tables once: many plans have the same."""
+    known: dict[tuple[int, int, int, bool], TableStep] = {}
+
+    def ask(plan: ParallelPlan, topology: Topology) -> TableStep:
+        key = (
+            topology.world_size,
+            plan.table_shard,
+            plan.table_replicate,
+            plan.fully_sharded_tables,
+        )
+        if key not in known:
+            known[key] = tables(plan, topology)
+        return known[key]
+
+    return ask
+
+
+def _table_forecasts(
+    topology: Topology,
+    tables: TablesFor,
+    rates: Rates,
+    fixed: Mapping[str, int | bool],
+    refused: dict[str, int],
+) -> list[tuple[ParallelPlan, Forecast]]:
+    """Forecasts of the tables alone, as if the model had no dense part."""
+    nothing = Work(name="tables", units=(), examples=0, tokens=0)
+    found: list[tuple[ParallelPlan, Forecast]] = []
+    for plan in table_plans(topology):
+        if not _has(plan, fixed, (*SPARSE_AXES, "fully_sharded_tables")):
+            continue
+        try:
+            step = tables(plan, topology)
+        except ConfigError:
+            refused["tables that do not fit"] = refused.get("tables that do not fit", 0) + 1
+            continue
+        found.append((plan, forecast(nothing, plan, topology, tables=step, rates=rates)))
+    return found
+
+
+def _varied(dense: Sequence[Forecast]) -> list[Forecast]:
+    """The fastest dense plans, and the one that holds least, for tables that leave little room."""
+    chosen = list(dense[:_PAIRED])
+    least = min(dense, key=lambda found: found.memory.total)
+    return chosen if least in chosen else [*chosen, least]
+
+
+def _has(plan: ParallelPlan, fixed: Mapping[str, int | bool], names: Sequence[str]) -> bool:
+    return all(getattr(plan, name) == fixed[name] for name in names if name in fixed)
+
+
+def _check_fixed(fixed: Mapping[str, int | bool]) -> None:
+    known = (*DENSE_AXES, *SPARSE_AXES, "fully_sharded_tables")
+    for name in fixed:
+        if name not in known:
+            raise ConfigError(
+                refusal(
+                    "planner",
+                    "fixed",
+                    must=f"name axes ({', '.join(known)})",
+                    got=repr(name),
+                    fix="correct or remove it",
+                )
+            )
+
+
+def _nothing(
+    fixed: Mapping[str, int | bool],
+    topology: Topology,
+    work: Work,
+    refused: Mapping[str, int],
+    axes: Sequence[str],
+) -> ConfigError:
+    """Say with every factor why no plan is left."""
+    wanted = " * ".join(f"{axis}={fixed.get(axis, 'any')}" for axis in axes)
+    counts = sorted({len(unit.experts) for unit in work.units if unit.experts})
+    why = "; ".join(f"{number} plans: {reason}" for reason, number in refused.items())
+    return ConfigError(
+        refusal(
+            "planner",
+            "plan",
+            must=f"multiply to hosts={topology.hosts} * ranks_per_host={topology.ranks_per_host} = "
+            f"{topology.world_size} with an expert axis that divides the experts "
+            f"({', '.join(map(str, counts)) or 'there are none'})",
+            got=wanted + (f"; {why}" if why else ""),
+            fix="change or free one of these axes, or take more ranks",
+        )
+    )
+
+
+def _reason(found: Forecast, best: Forecast) -> str:
+    """Name what the step waits for, and how it differs from the best plan."""
+    parts: list[str] = []
+    if found is not best:
+        parts.append(f"{found.step_ms - best.step_ms:+.2f} ms against the best")
+    if not found.fits:
+        parts.append(f"does not fit: {_gib(found.memory.total)} a rank")
+    waits = [each for each in found.exchanged if each.ms > 0]
+    waits.sort(key=lambda each: -each.ms)
+    for part in ("dense", "tables"):
+        of = [each for each in waits if each.part == part]
+        if of:
+            exposed = found.parts_ms[f"exposed {part}"]
+            parts.append(f"{part} exposed {exposed:.2f} ms; longest: {_told(of[0])}")
+    if not waits:
+        parts.append("no collective")
+    return "; ".join(parts)
+
+
+def _told(each: Exchanged) -> str:
+    return (
+        f"{each.collective} of {', '.join(each.what)} over {each.axis} ({each.members} ranks, "
+        f"{each.tier}): {each.given_bytes / 2**20:.1f} MiB a rank, {each.ms:.2f} ms alone"
+    )
+
+
+def _gib(amount: float) -> str:
+    return f"{amount / 2**30:.1f} GiB"

@@ -1,0 +1,366 @@
+"""Forecasts of a model of two layers against numbers added up by hand."""
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from small import DEVICE, RATES, machines, work
+
+from gem_opkit.cost import Cost
+from gem_opkit.errors import ConfigError
+from gem_parallel.contract import ParallelPlan
+from gem_parallel.planning.forecast import forecast
+from gem_parallel.planning.memory import held_elements, memory
+from gem_parallel.planning.planner import dense_plans, divisors, search, table_plans
+from gem_parallel.planning.rates import PassShare
+from gem_parallel.planning.timeline import Queues, Segment, Transfer, end, run
+from gem_parallel.planning.traffic import dense_traffic
+from gem_parallel.planning.work import Operator, TableStep, TableTraffic, Unit, Work
+from gem_parallel.topology import PRESETS
+
+WEIGHT, BIAS = 10**6, 10
+SHARDED = ParallelPlan(shard=4, table_shard=4)
+
+
+def totals(found):
+    sums = {}
+    for each in found:
+        key = (each.axis, each.collective)
+        sums[key] = sums.get(key, 0) + each.given_bytes
+    return sums
+
+
+def test_one_rank_waits_for_nothing():
+    found = forecast(work(), ParallelPlan(), machines(), rates=RATES)
+    # Two layers of 1 + 2 ms; 10 passes over 2 million parameters of 4 bytes at 1 GB/s.
+    assert found.parts_ms["compute"] == pytest.approx(6.0)
+    assert found.parts_ms["optimizer"] == pytest.approx(10 * 4 * 2 * (WEIGHT + BIAS) / 1e6)
+    assert found.exposed_ms == 0
+    assert found.exchanged == ()
+    assert found.step_ms == pytest.approx(sum(found.parts_ms.values()))
+    # 6e9 FLOPs at a peak of 2e12: 3 ms of 6.
+    assert found.local_mfu == pytest.approx(0.5)
+    assert found.e2e_mfu == pytest.approx(3.0 / found.step_ms)
+
+
+def test_roofline_takes_the_larger_of_flops_and_bytes():
+    slow = Operator("matmul", Cost(10**9, 3 * 10**6), Cost(10**9, 0))
+    unit = Unit(name="layer", parameters=(), operators=(slow,))
+    half = RATES.model_copy(update={"shares": {"matmul": PassShare(forward=0.5, backward=1.0)}})
+    found = forecast(Work("one", (unit,), 1, 0.0), ParallelPlan(), machines(), rates=half)
+    assert found.parts_ms["compute"] == pytest.approx(3.0 / 0.5 + 1.0)
+
+
+def test_copies_reduce_everything_once():
+    found = dense_traffic(work(), ParallelPlan.data_parallel(4))
+    assert totals(found) == {("world", "all_reduce"): 4 * 2 * (WEIGHT + BIAS)}
+
+
+def test_shards_gather_twice_and_scatter_once():
+    assert totals(dense_traffic(work(), SHARDED)) == {
+        ("shard_expert", "all_gather"): 2 * 2 * WEIGHT,  # a quarter of 4 bytes, twice, two layers
+        ("shard_expert", "reduce_scatter"): 2 * 4 * WEIGHT,
+        ("world", "all_reduce"): 2 * 4 * BIAS,
+    }
+
+
+def test_replicas_of_shards_reduce_the_shard_alone():
+    plan = ParallelPlan(replicate=2, shard=2, table_shard=4)
+    found = totals(dense_traffic(work(), plan))
+    assert found["replicate", "all_reduce"] == 2 * 4 * WEIGHT // 2
+
+
+def test_rows_that_do_not_divide_are_padded():
+    # 10 rows over 4 ranks: three each, two of them empty.
+    found = totals(dense_traffic(work(rows=10, columns=10**5), SHARDED))
+    assert found["shard_expert", "reduce_scatter"] == 2 * 4 * 12 * 10**5
+
+
+def test_experts_travel_as_activations():
+    plan = ParallelPlan(shard=2, expert=2, table_shard=4)
+    found = totals(dense_traffic(work(experts=2), plan))
+    assert found["expert", "all_to_all"] == 2 * (2 * 400 + 2 * 400)  # inputs, then gradients
+    assert found["expert", "reduce_scatter"] == 2 * 2 * 400
+    assert found["expert", "all_gather"] == 2 * 400
+    # Its own expert is cut over the shard axis; what all share, over both.
+    assert found["shard", "reduce_scatter"] == 2 * 4 * WEIGHT
+    assert found["shard_expert", "reduce_scatter"] == 2 * 4 * WEIGHT
+
+
+def test_own_expert_sees_the_examples_of_all():
+    alone = forecast(work(experts=2), ParallelPlan(), machines(), rates=RATES)
+    plan = ParallelPlan(expert=2, table_shard=2)
+    both = forecast(work(experts=2), plan, machines(ranks_per_host=2), rates=RATES)
+    assert both.parts_ms["compute"] == pytest.approx(alone.parts_ms["compute"])
+
+
+@given(
+    st.sampled_from([(8, 1, 1), (4, 2, 1), (2, 2, 2), (1, 8, 1), (1, 4, 2), (4, 1, 2)]),
+    st.integers(1, 3000),
+    st.sampled_from([0, 2]),
+)
+def test_all_plans_reduce_every_gradient(axes, rows, experts):
+    # Whatever the plan, each rank's gradients of large parameters meet those of all others: bytes
+    # given to the first reduction are those of what the rank computes gradients of.
+    replicate, shard, expert = axes
+    if expert > 1 and not experts:
+        return
+    plan = ParallelPlan(replicate=replicate, shard=shard, expert=expert, table_shard=8)
+    model = work(rows=rows, columns=10**5, experts=experts)
+    first = [
+        each
+        for each in dense_traffic(model, plan)
+        if each.what == "gradients" and each.collective == "reduce_scatter"
+    ]
+    given_bytes = sum(each.given_bytes for each in first)
+    ways = shard * expert
+
+    def padded(parts):
+        return 4 * parts * -(-rows // parts) * 10**5
+
+    own = experts // expert
+    dealt = shard if expert > 1 else ways
+    wanted = 2 * (padded(ways) * (ways > 1) + own * padded(dealt) * (dealt > 1))
+    assert given_bytes == wanted
+
+
+def test_memory_of_two_layers():
+    model = work(kept_bytes=1000)
+    found = memory(model, SHARDED, TableStep(held_bytes=77, gathered_bytes=5, buffer_bytes=6))
+    held = 2 * (WEIGHT // 4 + BIAS)
+    # While the last layer runs backward: its gradients alone, but all that is kept.
+    assert found.parameters == found.all_gradients == 4 * held
+    assert found.gradients == 4 * held // 2
+    assert found.optimizer == 8 * held
+    # Two layers whole at once, and the gradients of one.
+    assert found.gathered == 4 * 3 * WEIGHT
+    assert found.activations == 2000
+    assert (found.tables, found.table_buffers) == (77, 11)
+    assert found.copies == 0
+    assert found.total == 14 * held + 12 * WEIGHT + 2000 + 77
+    # Copies are merged bucket by bucket, and the buckets stay.
+    copies = memory(model, ParallelPlan.data_parallel(2), TableStep())
+    assert copies.gradients == copies.parameters == 4 * 2 * (WEIGHT + BIAS)
+    # Rows in motion take the place of activations, not more beside them.
+    much = memory(model, SHARDED, TableStep(held_bytes=77, gathered_bytes=10**9))
+    assert much.total == 16 * held + 10**9 + 77
+
+
+def test_half_precision_keeps_copies_of_weights():
+    half = Work("half", work().units, 4, 4.0, compute_bytes=2)
+    assert memory(half, SHARDED, TableStep()).copies == 2 * 2 * (WEIGHT + BIAS)
+
+
+@given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2]))
+def test_more_ways_to_cut_never_hold_more(shard, expert):
+    model = work(experts=2)
+    plan = ParallelPlan(shard=shard, expert=expert, table_shard=shard * expert)
+    finer = ParallelPlan(shard=2 * shard, expert=expert, table_shard=2 * shard * expert)
+    assert held_elements(model, finer) <= held_elements(model, plan)
+
+
+def test_what_does_not_fit_is_told():
+    huge = work(kept_bytes=2**30)
+    found = forecast(huge, ParallelPlan(), machines(), rates=RATES)
+    assert not found.fits
+    assert forecast(work(), ParallelPlan(), machines(), rates=RATES).fits
+
+
+def test_slowest_rank_has_the_longest_histories():
+    uneven = Work("uneven", work().units, 4, 4.0, spread=0.1)
+    found = forecast(uneven, ParallelPlan.data_parallel(4), machines(ranks_per_host=4), rates=RATES)
+    # 6 ms, and 10 % of it times the square root of 2 ln 4.
+    assert found.parts_ms["imbalance"] == pytest.approx(0.6 * (2 * 1.3862944) ** 0.5)
+
+
+def test_tables_are_added_with_their_exchange():
+    tables = TableStep(
+        local_ms=2.0,
+        traffic=(
+            TableTraffic("vectors", "table_shard", "all_to_all", 4e6),
+            TableTraffic("ids", "table_shard", "all_to_all", 4e6, hidden=True),
+            TableTraffic("weights", "table_shard", "all_gather", 1.0, ms=5.0),
+        ),
+    )
+    topology = machines(ranks_per_host=4)
+    found = forecast(work(), SHARDED, topology, tables=tables, rates=RATES)
+    assert found.parts_ms["tables"] == 2.0
+    # Two layers of a million elements: out of the gathers twice, into the reductions once.
+    assert found.parts_ms["gather copies"] == pytest.approx(2 * 3 * 2 * 4 * WEIGHT / 1e6)
+    # Three quarters of 4 MB at 10 GB/s; what is hidden counts nothing.
+    assert found.parts_ms["exposed tables"] == pytest.approx(0.3 + 5.0)
+
+
+def test_gathers_run_ahead_and_reductions_behind():
+    gather, reduce = Transfer("host", 3.0), Transfer("host", 4.0)
+    queues = Queues()
+    run([Segment(5.0, before=[gather]), Segment(5.0, before=[gather])], queues, prefetch=1)
+    # The first gather is waited for, the second runs beside the first layer's compute.
+    assert queues.compute == pytest.approx(13.0)
+    run([Segment(1.0, after=[reduce]), Segment(1.0, after=[reduce])], queues, prefetch=1)
+    assert queues.compute == pytest.approx(15.0)
+    assert end(queues) == pytest.approx(14.0 + 8.0)
+
+
+def test_without_prefetch_every_gather_is_waited_for():
+    gather = Transfer("host", 3.0)
+    queues = Queues()
+    run([Segment(5.0, before=[gather])] * 2, queues, prefetch=0)
+    assert queues.compute == pytest.approx(16.0)
+
+
+def test_activations_share_links_with_a_running_gather():
+    gather, swap = Transfer("host", 10.0), Transfer("host", 2.0)
+    queues = Queues()
+    segments = [Segment(1.0, within=[swap]), Segment(1.0, before=[gather])]
+    run(segments, queues, prefetch=1)
+    # The gather of the second layer begins with the first one's exchange, which then takes twice
+    # as long; the gather ends later by what the exchange took.
+    assert queues.compute == pytest.approx(max(4.0 + 1.0, 12.0) + 1.0)
+
+
+def test_hidden_collectives_slow_the_compute_beside_them():
+    rates = RATES.model_copy(update={"contention": 0.5})
+    plan, topology = ParallelPlan.data_parallel(2), machines(ranks_per_host=2)
+    model = work(flops=10**10)
+    found = forecast(model, plan, topology, rates=rates)
+    alone = sum(each.ms for each in found.exchanged)
+    hidden = alone - found.parts_ms["exposed dense"]
+    assert hidden > 0
+    assert found.parts_ms["contention"] == pytest.approx(0.5 * hidden)
+
+
+@pytest.mark.parametrize(
+    ("plan", "told"),
+    [
+        (
+            ParallelPlan(shard=1, expert=4, table_shard=4),
+            r"divide the 2 experts of layers.0; got replicate=1 \* shard=1 \* expert=4 = 4",
+        ),
+        (ParallelPlan.data_parallel(2), "world size 4; got 2"),
+    ],
+)
+def test_plans_that_do_not_fit_are_told_with_every_factor(plan, told):
+    with pytest.raises(ConfigError, match=told):
+        forecast(work(experts=2), plan, machines(ranks_per_host=4), rates=RATES)
+
+
+def test_experts_without_a_model_of_experts_are_refused():
+    plan = ParallelPlan(expert=2, table_shard=2)
+    with pytest.raises(ConfigError, match="must be 1 for a model without experts"):
+        forecast(work(), plan, machines(ranks_per_host=2), rates=RATES)
+
+
+def test_machines_without_rates_are_refused():
+    bare = machines().model_copy(update={"accelerator": None})
+    with pytest.raises(ConfigError, match=r"topology.accelerator must be given"):
+        forecast(work(), ParallelPlan(), bare, rates=RATES)
+
+
+def test_work_without_a_rate_is_refused():
+    rates = RATES.model_copy(update={"shares": {}})
+    with pytest.raises(ConfigError, match="must name the kind of work 'matmul'"):
+        forecast(work(), ParallelPlan(), machines(), rates=rates)
+
+
+@pytest.mark.parametrize("number", [1, 2, 12, 97, 4096])
+def test_divisors(number):
+    assert divisors(number) == [d for d in range(1, number + 1) if number % d == 0]
+
+
+def test_every_dense_plan_is_tried_once():
+    plans = list(dense_plans(work(experts=2), 8))
+    keys = {(p.replicate, p.shard, p.expert) for p in plans}
+    wanted = {(r, s, e) for r in range(1, 9) for s in range(1, 9) for e in (1, 2) if r * s * e == 8}
+    assert keys == wanted
+    assert len(plans) == len(keys)
+
+
+def test_table_plans_keep_copies_on_hosts():
+    found = {
+        (p.table_shard, p.table_replicate, p.fully_sharded_tables)
+        for p in table_plans(machines(hosts=2, ranks_per_host=4, hosts_per_zone=2))
+    }
+    assert found == {
+        (8, 1, False),
+        *((8 // n, n, fully) for n in (2, 4, 8) for fully in (False, True)),
+    }
+
+
+def no_tables(plan, topology):
+    return TableStep()
+
+
+def test_best_plan_is_the_fastest_of_all_that_were_forecast():
+    topology = machines(ranks_per_host=8)
+    model = work(experts=2, flops=10**10)
+    found = search(model, topology, tables=no_tables, rates=RATES, most=100)
+    every = [forecast(model, plan, topology, rates=RATES) for plan in dense_plans(model, 8)]
+    fitting = [one.step_ms for one in every if one.fits]
+    assert found.best[0].forecast.step_ms == pytest.approx(min(fitting))
+    times = [ranked.forecast.step_ms for ranked in found.best if ranked.forecast.fits]
+    assert times == sorted(times)
+    assert "longest: all_" in found.best[0].reason
+    assert found.weak_scaling(found.single) == 1.0
+
+
+def test_fixed_axes_are_kept():
+    topology = machines(ranks_per_host=8)
+    fixed = {"shard": 4, "table_replicate": 2, "fully_sharded_tables": True}
+    found = search(work(), topology, tables=no_tables, rates=RATES, fixed=fixed)
+    assert {ranked.plan.shard for ranked in found.best} == {4}
+    assert all(ranked.plan.fully_sharded_tables for ranked in found.best)
+
+
+@pytest.mark.parametrize(
+    ("fixed", "told"),
+    [
+        ({"shard": 3}, r"hosts=1 \* ranks_per_host=8 = 8.*shard=3"),
+        ({"expert": 4}, r"divides the experts \(2\).*expert=4"),
+        ({"shards": 2}, r"fixed must name axes \(replicate, shard, expert"),
+        ({"table_shard": 3}, r"table_shard=3 \* table_replicate=any"),
+    ],
+)
+def test_axes_that_no_plan_has_are_told(fixed, told):
+    topology = machines(ranks_per_host=8)
+    with pytest.raises(ConfigError, match=told):
+        search(work(experts=2), topology, tables=no_tables, rates=RATES, fixed=fixed)
+
+
+def test_tables_that_fit_nowhere_are_told():
+    def none_fit(plan, topology):
+        raise ConfigError("too large")
+
+    with pytest.raises(ConfigError, match="plans: tables that do not fit"):
+        search(work(), machines(ranks_per_host=2), tables=none_fit, rates=RATES)
+
+
+def test_memory_decides_before_time():
+    # The fastest plan holds all parameters on each rank, which the memory does not.
+    tight = DEVICE.model_copy(update={"memory_gib": 0.028})
+    topology = machines(ranks_per_host=8).model_copy(update={"accelerator": tight})
+    found = search(work(), topology, tables=no_tables, rates=RATES, most=100)
+    assert found.best[0].forecast.fits
+    assert found.best[0].plan.shard > 1
+    assert any("more memory than" in why for why in found.refused)
+
+
+@given(st.sampled_from([16, 64, 512, 4096]))
+def test_slower_spine_never_helps(ranks):
+    topology = PRESETS["gem4096"].model_copy(update={"hosts": ranks // 8})
+    slow = topology.model_copy(
+        update={"cluster_tier": topology.cluster_tier.model_copy(update={"gbytes_per_s": 0.5})}
+    )
+    plan = ParallelPlan(replicate=ranks // 8, shard=8, table_shard=ranks)
+    fast, slower = (forecast(work(), plan, t, rates=RATES).step_ms for t in (topology, slow))
+    assert fast <= slower + 1e-9
+
+
+def test_planning_imports_no_torch():
+    code = (
+        "import sys, gem_parallel.planning.planner\n"
+        "raise SystemExit(bool({'torch', 'numpy'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
