@@ -168,6 +168,36 @@ POOLED_WIDTHS = [
         *((64, 128), (128, 48), (256, 16)),
     )
 ]
+# test_block_attention.test_kernel_on_gpu: tokens of a block, heads, key heads, rotation, case.
+BLOCK_CASES = [
+    *(
+        (tokens, 3, 3, rotary, Case(128, 128, ("bfloat16",), FULL))
+        for tokens in (32, 64, 128)
+        for rotary in ("none", "rote")
+    ),
+    (64, 4, 2, "position", Case(128, 128, ("bfloat16",), FULL)),
+    (64, 2, 2, "rote", Case(64, 64, ALL, FULL)),
+    (128, 2, 1, "position", Case(64, 64, HALVES, FULL)),
+    (128, 2, 1, "position", Case(16, 16, ("float32",), FULL)),
+    (100, 2, 2, "none", Case(64, 64, ("float16",), FULL)),
+    (5, 2, 2, "rote", Case(64, 64, ("bfloat16",), FULL)),
+]
+# test_block_attention_on_gpu.test_every_head_width_on_gpu.
+BLOCK_WIDTHS = [
+    Case(width, value_width, ("bfloat16", "float32") if width in (24, 96) else HALVES[:1], FULL)
+    for width, value_width in (
+        *((width, width) for width in (16, 24, 32, 48, 80, 96, 192, 256)),
+        *((64, 128), (128, 48)),
+    )
+]
+# test_block_attention.test_interpreted_kernel: tokens of a block, key heads of 2, rotation, case.
+BLOCK_INTERPRETED = [
+    (64, 2, "none", Case(24, 24, ("float32",), FULL)),
+    (64, 1, "rote", Case(48, 16, ("float32",), FULL)),
+    # Blocks of 128 read float32 in chunks of 16 columns.
+    (128, 1, "rote", Case(40, 40, ("float32",), FULL)),
+    (32, 2, "position", Case(16, 16, ("float32",), FULL)),
+]
 # test_compiles.
 COMPILED = [
     Compiled("forward", 128, "bf16"),
@@ -340,6 +370,53 @@ POOLED_FEATURES: dict[str, tuple[str, ...]] = {
     "memory within 1.1 of operands and results": ("test_memory_is_that_of_inputs_and_results",),
     "flash_compat.pooled_attention_varlen_func": ("test_varlen_call_is_the_operator",),
 }
+_BLOCK_FILES = ("test_block_attention", "test_block_attention_on_gpu")
+BLOCK_FEATURES: dict[str, tuple[str, ...]] = {
+    "blocks of 1 to 128 tokens, the last one partial": (
+        "test_blocks_of_every_length_with_their_tails",
+        "test_interpreted_kernel",
+        "test_kernel_on_gpu",
+    ),
+    "blocks of more than 128 tokens": ("test_blocks_of_every_length_with_their_tails",),
+    "rotation by place and by log gap inside": (
+        "test_turning_inside_is_turning_before",
+        "test_interpreted_kernel",
+        "test_kernel_on_gpu",
+    ),
+    "grouped heads": ("test_interpreted_kernel", "test_kernel_on_gpu", "test_reference_gradients"),
+    "values of another width": ("test_interpreted_kernel", "test_every_head_width_on_gpu"),
+    "empty sequences, empty batch": ("test_ragged_edges", "test_kernel_on_gpu"),
+    "rows behind the last offset": (
+        "test_tokens_behind_the_last_sequence_get_nothing",
+        "test_poison_and_tails_on_gpu",
+    ),
+    "a block of NaN leaves the others alone": (
+        "test_a_poisoned_block_leaves_the_others_alone",
+        "test_poison_and_tails_on_gpu",
+    ),
+    "scores near -12, -50 and -100": (
+        "test_low_scores_with_lengths_that_no_block_divides",
+        "test_low_scores_on_gpu",
+    ),
+    "slices of a fused QKV, other strides": (
+        "test_strided_operands",
+        "test_reads_slices_of_a_fused_tensor_in_place",
+    ),
+    "negative and zero scale": ("test_any_scale",),
+    "int32 and int64 offsets": ("test_int32_offsets_are_accepted",),
+    "more than 2^31 elements": ("test_more_than_two_to_the_31_elements",),
+    "the same bits in ten runs": (
+        "test_same_bits_in_ten_runs",
+        "test_same_bits_in_ten_runs_on_gpu",
+    ),
+    "torch.compile(fullgraph=True), changing lengths": (
+        "test_compiles_whole",
+        "test_compiles_whole_on_gpu",
+    ),
+    "CUDA graph replayed with other lengths": ("test_a_captured_graph_is_right_for_other_lengths",),
+    "nothing waits for the device": ("test_nothing_waits_for_the_device",),
+    "memory within 1.1 of operands and results": ("test_memory_is_that_of_inputs_and_results",),
+}
 _SHORT = {"float32": "fp32", "float64": "fp64", "bfloat16": "bf16", "float16": "fp16"}
 _PLACES = ("reference", "interpreter", "gpu")
 
@@ -444,6 +521,11 @@ def on_hopper(cases: Iterable[ActivationCase]) -> list[ActivationCase]:
     ]
 
 
+def in_blocks(rows: Iterable[str]) -> list[str]:
+    """Return the rows with the word for blocks as their pattern."""
+    return [row.replace("| full |", "| block |") for row in rows]
+
+
 def matrix() -> str:
     """Return what stands between the two comments of the README."""
     interpreted = [
@@ -500,6 +582,26 @@ def matrix() -> str:
             "| feature | reference, CPU | plain kernels, interpreter | H200 |",
             "| --- | --- | --- | --- |",
             *feature_rows(POOLED_FEATURES, _POOLED_FILES),
+            "",
+            "`block_attention`, whose pattern is the block:",
+            "",
+            "| on | kernels | dtype | head widths (K/V) | patterns | state |",
+            "| --- | --- | --- | --- | --- | --- |",
+            *in_blocks(
+                rows_of(
+                    "H200, sm_90",
+                    "plain",
+                    [*(case for *_, case in BLOCK_CASES), *BLOCK_WIDTHS],
+                    "run",
+                )
+            ),
+            *in_blocks(
+                rows_of("CPU, interpreter", "plain", [c for *_, c in BLOCK_INTERPRETED], "run")
+            ),
+            "",
+            "| feature | reference, CPU | plain kernels, interpreter | H200 |",
+            "| --- | --- | --- | --- |",
+            *feature_rows(BLOCK_FEATURES, _BLOCK_FILES),
             "",
             END,
         )

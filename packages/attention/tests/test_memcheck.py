@@ -17,6 +17,7 @@ from gem_opkit.testing import check_run_budget, fresh, poisoned_empty, run_with_
 # No length is a multiple of a tile; empty on either side and on both; one token.
 LENGTHS = ((150, 0, 33, 1, 0), (70, 3, 129, 1, 0))
 FEW_QUERIES = ((31, 1, 0, 5), (70, 3, 129, 0))
+FEW_KEYS = ((150, 0, 33, 1, 0), (70, 3, 0, 1, 128))
 # Hopper's forward has three consumers from a mean of 768 on.
 LONG = ((1501, 37), (901, 641))
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -35,6 +36,7 @@ class Small:
 
 
 FLASH, GENERAL, POOLED = "jagged_flash_attention", "generalized_attention", "pooled_attention"
+BLOCK, NORMED, ROTARY = "block_attention", "normed_attention", "rotary_heads"
 CASES = [
     # Hopper's own, then the plain ones: other widths, determinism, float32, few queries.
     Small(FLASH, 128),
@@ -59,12 +61,28 @@ CASES = [
             (64, BF16, ((3,), (5000,)), 2, "softmax"),
         )
     ),
+    Small(BLOCK, 128, options={"rotary": "position"}),
+    Small(BLOCK, 64, kv_heads=1, options={"block_tokens": 128}),
+    Small(BLOCK, 24, FP16, options={"block_tokens": 5, "rotary": "position"}),
+    Small(BLOCK, 200, options={"block_tokens": 32}),
+    Small(BLOCK, 16, FP32),
+    Small(NORMED, 64, lengths=FEW_KEYS),
+    Small(NORMED, 24, FP16, lengths=FEW_KEYS, options={"activation": "silu"}),
+    Small(ROTARY, 128, options={"heads": 2, "key_heads": 2}),
+    Small(ROTARY, 14, FP32, kv_heads=1, options={"heads": 3, "key_heads": 1, "normed": False}),
 ]
 
 
 def operands(case, *, device):
     torch.manual_seed(0)
+    if case.operator == ROTARY:
+        heads = case.options["heads"] + 2 * case.kv_heads
+        layout = Layout.from_lengths(list(case.lengths[0]), device=device)
+        qkv = torch.randn(layout.total_tokens, heads, case.width)
+        return qkv.to(device, case.dtype).requires_grad_(), layout
     q_lengths, k_lengths = case.lengths
+    if case.operator == BLOCK:
+        k_lengths = q_lengths
     rows = 9 if case.operator == POOLED else sum(q_lengths)
     q = torch.randn(rows, 2, case.width)
     k, v = (torch.randn(sum(k_lengths), case.kv_heads, case.width) for _ in range(2))
@@ -72,7 +90,10 @@ def operands(case, *, device):
         q, k = q / case.width**0.25, k / case.width**0.25
     layouts = [Layout.from_lengths(list(lengths), device=device) for lengths in case.lengths]
     tensors = [x.to(device, case.dtype).requires_grad_() for x in (q, k, v)]
-    return (*tensors, *(layouts[1:] if case.operator == POOLED else layouts))
+    if case.operator == NORMED:
+        return (tensors[0][:, 0], *(t[:, :1] for t in tensors[1:]), *layouts)
+    taken = {POOLED: layouts[1:], BLOCK: layouts[:1]}
+    return (*tensors, *taken.get(case.operator, layouts))
 
 
 def call(case, *, impl):

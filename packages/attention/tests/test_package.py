@@ -22,6 +22,7 @@ def test_cases_need_no_torch():
         "generalized_attention",
         "pooled_attention",
         "block_attention",
+        "normed_attention",
     )
     check_torch_free(*(f"gem_attention.kernels.{name}.cases" for name in operators))
 

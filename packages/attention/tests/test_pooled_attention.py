@@ -508,7 +508,7 @@ def test_the_log_says_once_which_kernels_ran(caplog, monkeypatch):
     seeds, k, v, _ = inputs((3, 4), seeds=100)
     with caplog.at_level("INFO"):
         for _ in range(2):
-            op._forward_kernels(seeds, k, v, "softmax")
+            op._forward_kernels(seeds, k, v, "softmax", 2)
             op._backward_kernels(seeds, k, v, "softmax")
     assert [r.message for r in caplog.records] == [
         "pooled_attention forward: kernel runs on cpu for torch.float32, P=100, K=4, V=4",

@@ -53,6 +53,20 @@ def test_giant_among_dwarfs_on_gpu():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("seeds", "width"), [(130, 128), (192, 64)])
+def test_many_seeds_and_sequences_on_gpu(seeds, width):
+    # Enough of both for the Hopper kernels, which read the same seeds for every sequence.
+    lengths = tuple((37 * i) % 200 for i in range(400))
+    for activation in ("softmax", "fast_gelu"):
+        check_kernel_on_gpu(
+            with_impl(activation=activation),
+            variant(activation=activation, impl="reference"),
+            gpu_inputs(lengths, seeds, (width, width), heads=4),
+            dtypes=(torch.bfloat16,),
+        )
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("level", [-12.0, -50.0, -100.0])
 def test_low_scores_on_gpu(level):
     for dtype in (torch.float32, torch.bfloat16):

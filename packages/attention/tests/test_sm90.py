@@ -30,6 +30,8 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from gem_attention.hopper.backward.fused.kernel_sm90 import backward_kernel
 from gem_attention.hopper.forward.kernel_sm90 import _REGISTERS as REGISTERS
 from gem_attention.hopper.forward.streaming.kernel_sm90 import forward_kernel
+from gem_attention.hopper.windowed.keys.kernel_sm90 import grad_keys_kernel
+from gem_attention.hopper.windowed.queries.kernel_sm90 import grad_queries_kernel
 
 sys.path.insert(0, {tests!r})
 
@@ -78,7 +80,13 @@ def compiled(kind, dtype, width, keys, stages, left, right, group, activation="s
         slots = 2 if consumers == 2 or width == 64 else 1
         registers = REGISTERS[consumers]
         constants |= dict(HEADS=4, CONSUMERS=consumers, SLOTS=slots)
+        # Each of these with and without.
+        constants |= dict(EVEN=consumers == 2 and not (left or right), SHARED=consumers == 3)
         kernel = forward_kernel
+    elif kind != "backward":
+        kernel = grad_keys_kernel if kind == "keys" else grad_queries_kernel
+        constants |= dict(HEADS=4, KV_HEADS=4 // group)
+        types |= dict(dq_desc=tile, dk_desc=tile, dv_desc=tile, lse="*fp32", delta="*fp32")
     else:
         kernel, constants = backward_kernel, constants | dict(KV_HEADS=1, ALL_HEADS=4)
     names = kernel.arg_names
@@ -125,6 +133,9 @@ VARIANTS: list[list[Any]] = [
     ["backward", "bf16", 128, 128, 2, True, True, 2],
     ["backward", "fp16", 64, 128, 2, False, False, 1],
     ["backward", "bf16", 128, 128, 2, False, False, 1, "silu"],
+    ["queries", "bf16", 128, 64, 3, True, True, 1],
+    ["keys", "bf16", 128, 64, 3, True, True, 1],
+    ["keys", "fp16", 64, 64, 3, True, True, 2],
 ]
 
 
@@ -141,7 +152,8 @@ def test_every_variant_compiles_for_hopper_without_waiting_products():
         assert report["tma"], variant
         assert report["adds"] == (variant[0] == "backward"), variant
         # Accumulators in memory would need 256 bytes and more; the backward parks a few addresses.
-        assert report["stack"] <= (208 if variant[0] == "backward" else 0), variant
+        most = {"backward": 208, "queries": 8}.get(variant[0], 0)
+        assert report["stack"] <= most, variant
 
 
 def test_takes_nothing_without_a_hopper_gpu():
@@ -338,6 +350,17 @@ def test_right_for_widths_and_dtypes(lengths, case):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize(
+    "lengths",
+    [([300, 64, 129], [255, 257, 256]), ([600, 500], [1023, 1025]), ([90, 1], [128, 128])],
+)
+def test_right_where_the_mean_alone_fills_its_tiles(lengths, width):
+    # Then keys are masked only where a tile is not full.
+    check_right(packed(lengths, width=width, tail=0), lengths, FULL)
+
+
+@pytest.mark.gpu
 def test_reads_slices_of_a_fused_tensor_in_place():
     lengths = LENGTHS["self"]
     q, _, _, *rest = packed(lengths, group=1, tail=0)
@@ -407,12 +430,14 @@ def test_keys_have_one_owner():
 def test_refuses_what_it_does_not_take():
     from gem_attention.kernels.jagged_flash_attention.kernel_sm90 import supports
 
-    def taken(x, *, deterministic=False, batch=1):
-        return supports(x, x, x, window=FULL, deterministic=deterministic, batch=batch)
+    def taken(x, *, deterministic=False, batch=1, window=FULL):
+        return supports(x, x, x, window=window, deterministic=deterministic, batch=batch)
 
     good = torch.zeros(64, 2, 128, device="cuda", dtype=torch.bfloat16)
     assert taken(good)
     assert not taken(good, deterministic=True)
+    assert not taken(good, deterministic=True, window=(600, 9))
+    assert taken(good, deterministic=True, window=(9, 5))
     assert not taken(good, batch=3)  # mostly padding
     assert not taken(good.float())
     assert not taken(good[..., :96])

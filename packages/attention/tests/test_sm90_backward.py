@@ -175,7 +175,7 @@ def soil():
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("width", "group", "window"),
-    [(128, 1, FULL), (128, 2, FULL), (64, 4, FULL), (64, 1, (70, 9)), (128, 2, (None, 5))],
+    [(128, 1, FULL), (128, 2, FULL), (64, 4, FULL), (64, 1, (400, 200)), (128, 2, (None, 5))],
 )
 @pytest.mark.usefixtures("launches")
 def test_dq_written_at_once_and_summed_dq_lie_side_by_side(width, group, window):

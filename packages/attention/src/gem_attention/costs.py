@@ -14,10 +14,15 @@ from gem_attention.kernels.jagged_flash_attention.cost import (
     jagged_flash_attention_cost,
     visible_pairs_in_sequence,
 )
+from gem_attention.kernels.normed_attention.cost import (
+    normed_attention_backward_cost,
+    normed_attention_cost,
+)
 from gem_attention.kernels.pooled_attention.cost import (
     pooled_attention_backward_cost,
     pooled_attention_cost,
 )
+from gem_attention.kernels.rotary_heads.cost import rotary_heads_backward_cost, rotary_heads_cost
 
 __all__ = [
     "block_attention_backward_cost",
@@ -27,7 +32,11 @@ __all__ = [
     "generalized_attention_cost",
     "jagged_flash_attention_backward_cost",
     "jagged_flash_attention_cost",
+    "normed_attention_backward_cost",
+    "normed_attention_cost",
     "pooled_attention_backward_cost",
     "pooled_attention_cost",
+    "rotary_heads_backward_cost",
+    "rotary_heads_cost",
     "visible_pairs_in_sequence",
 ]

@@ -5,9 +5,11 @@ otherwise. A layer adds no residual and no outer norm except ``GdpaPffn``, whose
 has both. Batches are packed; every layer takes empty sequences and empty batches.
 """
 
+import torch
 from torch import Tensor, nn
 
 from gem_attention.contract import AttentionSpec
+from gem_attention.kernels.rotary_heads.op import rotary_heads
 from gem_attention.pooling import HierarchicalSeedPooling, PooledAttention, SumKronLinear
 from gem_attention.projected import (
     attend,
@@ -22,7 +24,7 @@ from gem_jagged.offsets import positions
 from gem_opkit.dims import check_shapes
 from gem_opkit.errors import ConfigError, UnsupportedError, refusal
 from gem_precision.layers import LayerNorm, Projection, RmsNorm
-from gem_precision.norms import rms_normalize
+from gem_precision.norms import has_kernel, rms_normalize
 
 __all__ = [
     "CrossAttention",
@@ -93,22 +95,7 @@ class SelfAttention(nn.Module):
         tokens = x_TD.shape[0]
         qkv = self.qkv(x_TD).view(tokens, both + spec.key_heads, spec.head_dim)
         qk, v_TGV = qkv.split((both, spec.key_heads), dim=1)
-        # Queries and keys share the work of norm and rotation.
-        if spec.qk_norm:
-            qk = rms_normalize(qk)
-        qk = self._rotated(qk, layout, gap_seconds_T)
-        q_THK, k_TGK = qk.split((spec.heads, spec.key_heads), dim=1)
-        out_THV = attend(spec, q_THK, k_TGK, v_TGV, layout, layout, visible_pairs)
-        return self.out(out_THV.reshape(tokens, spec.heads * spec.head_dim))
-
-    def _rotated(self, qk: Tensor, layout: Layout, gap_seconds_T: Tensor | None) -> Tensor:
-        spec = self.spec
-        if spec.rotary == "none":
-            return qk
-        position_T = positions(layout.offsets_O, qk.shape[0])
-        if spec.rotary == "position":
-            cos, sin = rotary_angles(position_T, spec.head_dim)
-        elif gap_seconds_T is None:
+        if spec.rotary == "rote" and gap_seconds_T is None:
             raise ConfigError(
                 refusal(
                     "SelfAttention",
@@ -118,6 +105,45 @@ class SelfAttention(nn.Module):
                     fix='pass the time gaps, or use rotary="position"',
                 )
             )
+        if self._turns_in_one_pass(qkv):
+            q_THK, k_TGK, v_TGV = rotary_heads(
+                qkv,
+                layout,
+                heads=spec.heads,
+                key_heads=spec.key_heads,
+                normed=spec.qk_norm,
+                rotary=spec.rotary,
+                gap_seconds_T=gap_seconds_T if spec.rotary == "rote" else None,
+                rote_time_scale_s=spec.rote_time_scale_s,
+            )
+        else:
+            # Queries and keys share the work of norm and rotation.
+            if spec.qk_norm:
+                qk = rms_normalize(qk)
+            if spec.pattern != "block":  # block attention turns them itself
+                qk = self._rotated(qk, layout, gap_seconds_T)
+            q_THK, k_TGK = qk.split((spec.heads, spec.key_heads), dim=1)
+        out_THV = attend(
+            spec, q_THK, k_TGK, v_TGV, layout, layout, visible_pairs, gap_seconds_T=gap_seconds_T
+        )
+        return self.out(out_THV.reshape(tokens, spec.heads * spec.head_dim))
+
+    def _turns_in_one_pass(self, qkv: Tensor) -> bool:
+        """Tell whether a kernel norms and turns the heads; on a CPU results keep their bits."""
+        return (
+            self.spec.pattern != "block"
+            and (self.spec.qk_norm or self.spec.rotary != "none")
+            and qkv.dtype != torch.float64
+            and has_kernel(qkv)
+        )
+
+    def _rotated(self, qk: Tensor, layout: Layout, gap_seconds_T: Tensor | None) -> Tensor:
+        spec = self.spec
+        if spec.rotary == "none":
+            return qk
+        position_T = positions(layout.offsets_O, qk.shape[0])
+        if spec.rotary == "position" or gap_seconds_T is None:
+            cos, sin = rotary_angles(position_T, spec.head_dim)
         else:
             cos, sin = rote_angles(
                 position_T, gap_seconds_T, spec.head_dim, time_scale_s=spec.rote_time_scale_s
@@ -195,7 +221,7 @@ class GdpaPffn(nn.Module):
         spec, tokens = self.spec, x_TD.shape[0]
         batch, count, _ = context_BND.shape
         kv = self.kv(context_BND).view(batch * count, 2 * spec.key_heads, spec.head_dim)
-        k_SGK, v_SGV = kv.split((spec.key_heads, spec.key_heads), dim=1)
+        k_SGK, v_SGK = kv.split((spec.key_heads, spec.key_heads), dim=1)
         if spec.qk_norm:
             k_SGK = rms_normalize(k_SGK)
         q1_TD = self.norm(x_TD)
@@ -203,9 +229,9 @@ class GdpaPffn(nn.Module):
         q_THK = q1_TD.to(k_SGK.dtype).view(tokens, spec.heads, spec.head_dim)
         k_layout = constant_layout(batch, count, layout)
         pairs = count * layout.total_tokens
-        out_THV = attend(spec, q_THK, k_SGK, v_SGV, layout, k_layout, pairs)
-        a_TD = out_THV.reshape(tokens, spec.heads * spec.head_dim) + q1_TD
-        return self.out_norm(a_TD) + x_TD
+        out_THV = attend(spec, q_THK, k_SGK, v_SGK, layout, k_layout, pairs)
+        read_TD = out_THV.reshape(tokens, spec.heads * spec.head_dim)
+        return self.out_norm(read_TD, before=q1_TD, after=x_TD)
 
 
 class CrossAttention(nn.Module):

@@ -20,8 +20,10 @@ def attend(
     q_layout: Layout,
     k_layout: Layout,
     visible_pairs: int | None,
+    *,
+    gap_seconds_T: Tensor | None = None,
 ) -> Tensor:
-    """Call the operator that the spec asks for."""
+    """Call the operator that the spec asks for; block attention rotates queries and keys itself."""
     if spec.pattern == "block":
         return block_attention(
             q_THK,
@@ -30,6 +32,9 @@ def attend(
             q_layout,
             block_tokens=spec.block_tokens,
             scale=spec.score_scale,
+            rotary=spec.rotary,
+            gap_seconds_T=gap_seconds_T if spec.rotary == "rote" else None,
+            rote_time_scale_s=spec.rote_time_scale_s,
             visible_pairs=visible_pairs,
         )
     if spec.activation != "softmax":

@@ -2,7 +2,8 @@
 
 Then it is attention of jagged batches with queries of one length, and its operators compute it; the
 gradients of the repeated seeds are summed over the batch. With so many seeds the products take
-longer than the copies. Heads that share keys but not their activation go this way too.
+longer than the copies. Heads that share keys but not their activation go this way too. The forward
+on Hopper reads the same seeds for every sequence and needs no copies.
 """
 
 from functools import lru_cache
@@ -29,6 +30,25 @@ def launch_forward(
     seeds, heads, _ = seeds_PHK.shape
     batch = k_offsets_O.shape[0] - 1
     q_offsets_O = _offsets(batch, seeds, k_offsets_O)
+    if k_SGK.is_cuda:
+        from gem_attention.hopper.launching import takes_repeated
+
+        if takes_repeated(seeds_PHK, k_SGK, v_SGV, batch=batch):
+            from gem_attention.hopper.forward import kernel_sm90
+
+            out_THV, lse_TH = kernel_sm90.launch_forward(
+                seeds_PHK,
+                k_SGK,
+                v_SGV,
+                q_offsets_O,
+                k_offsets_O,
+                window=_OPEN,
+                scale=scale,
+                activations=activations,
+                shared=True,
+            )
+            out_BPHV = out_THV.view(batch, seeds, heads, v_SGV.shape[2])
+            return out_BPHV, lse_TH.view(len(lse_TH) // seeds, seeds, heads)
     operands = (_repeat(seeds_PHK, batch), k_SGK, v_SGV)
     rest = {"window": _OPEN, "scale": scale, "deterministic": False, "visible_pairs": 0}
     shape = (batch, seeds, heads)

@@ -10,8 +10,17 @@ from torch import Tensor
 from gem_opkit.dims import check_shapes
 from gem_opkit.errors import ShapeError, refusal
 
+# Of the position's frequencies, and of the log gap's.
+_BASE, _TIME_BASE = 10_000.0, 100.0
 
-def _frequencies(op: str, head_dim: int, base: float, device: torch.device) -> Tensor:
+
+def _frequencies(
+    op: str,
+    head_dim: int,
+    base: float,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
     if head_dim <= 0 or head_dim % 2:
         raise ShapeError(
             refusal(
@@ -22,12 +31,12 @@ def _frequencies(op: str, head_dim: int, base: float, device: torch.device) -> T
                 fix="pairs of columns are rotated",
             )
         )
-    pair = torch.arange(head_dim // 2, dtype=torch.float32, device=device)
+    pair = torch.arange(head_dim // 2, dtype=dtype, device=device)
     return base ** (-2.0 * pair / head_dim)
 
 
 def rotary_angles(
-    position_T: Tensor, head_dim: int, *, base: float = 10_000.0
+    position_T: Tensor, head_dim: int, *, base: float = _BASE
 ) -> tuple[Tensor, Tensor]:
     """Return cosine and sine of each token's angles by its position.
 
@@ -61,8 +70,8 @@ def rote_angles(
     head_dim: int,
     *,
     time_scale_s: float = 60.0,
-    base: float = 10_000.0,
-    time_base: float = 100.0,
+    base: float = _BASE,
+    time_base: float = _TIME_BASE,
 ) -> tuple[Tensor, Tensor]:
     """Return cosine and sine of each token's angles by its position and its log time gap (ROTE).
 
@@ -98,6 +107,29 @@ def rote_angles(
     log_gap = torch.log1p(gap_seconds_T.to(torch.float32) / time_scale_s)
     angle = position_T.to(torch.float32)[:, None] * by_position + log_gap[:, None] * by_time
     return angle.cos(), angle.sin()
+
+
+def turn_rates(
+    op: str, head_dim: int, *, device: torch.device, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Return how fast each pair turns, for operators that make the angles themselves.
+
+        angle[t, f] = position[t] · rates[0, f] + ln(1 + gap[t]/time_scale) · rates[1, f]
+
+    Args:
+        op: name of the operator, for the message.
+        head_dim: width K of a head, even.
+        device: of the result.
+        dtype: of the result.
+
+    Returns:
+        rates (2, K/2) with the bases of ``rotary_angles`` and ``rote_angles``.
+
+    Raises:
+        ShapeError: an odd head width.
+    """
+    bases = (_BASE, _TIME_BASE)
+    return torch.stack([_frequencies(op, head_dim, base, device, dtype) for base in bases])
 
 
 def apply_rotary(x_THK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

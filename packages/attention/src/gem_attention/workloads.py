@@ -112,8 +112,14 @@ POOLED_WORK: tuple[AttentionCase, ...] = (
     AttentionCase("seeds_32_keys_2048", (32,) * 1152, uniform_lengths(1152, 2048, fill=0.5)),
     AttentionCase("seeds_64_keys_8192", (64,) * 128, uniform_lengths(128, 8192, fill=0.5)),
 )
+_PUBLISHED = uniform_lengths(1249, 2000, fill=0.7)
 BLOCK_WORK: tuple[AttentionCase, ...] = (
     replace(_HISTORY, name="history_200_blocks_64"),
     AttentionCase("blocks_2000_fill_.7", uniform_lengths(1152, 2000, fill=0.7)),
     AttentionCase("blocks_8000_fill_.7", uniform_lengths(768, 8000, fill=0.7)),
+    # The published comparison of rotations names its tokens, heads and width, not its lengths.
+    AttentionCase(
+        "blocks_1735537_tokens", (*_PUBLISHED, 1_735_537 - sum(_PUBLISHED)), heads=3, kv_heads=3
+    ),
+    AttentionCase("blocks_2048_fill_.5", uniform_lengths(1024, 2048, fill=0.5)),
 )

@@ -63,6 +63,30 @@ def sequence_rows(offsets, sequence, batch, tokens, TILED: gl.constexpr):
 
 
 @gluon.jit
+def turns_of(lists, HEADS: gl.constexpr):
+    """Return how many items this program does."""
+    return items_of(gl.load(lists[1]) * HEADS, gl.num_programs(0), gl.program_id(0))
+
+
+# What a consumer must know of an item are loads behind one another, and nothing would hide them
+# before its first product. So the loading warp, which is ahead, leaves the numbers in shared memory
+# before it asks for the operands whose arrival the consumers await.
+@gluon.jit
+def tell(smem, first, numbers, COUNT: gl.constexpr):
+    """Leave numbers of an item from place ``first`` on; called by one warp."""
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    for i in gl.static_range(COUNT):
+        smem.index(first + i).store(gl.full([1], numbers[i], gl.int32, ONE))
+
+
+@gluon.jit
+def told(smem, place):
+    """Return the number at a place; called by a warpgroup."""
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.sum(smem.index(place).load(ONE), 0)
+
+
+@gluon.jit
 def keys_seen(
     row,
     rows,

@@ -22,6 +22,8 @@ LEAST_SCALE = 2.0**-126
 # Registers of a thread at launch; the warps then trade them: 240 a consumer, 24 the producer.
 REGISTERS = 168
 _WIDTHS = (64, 128)
+# Tiles a multiprocessor from which a few long ones among them no longer leave others idle.
+_TURNS_THAT_FILL = 8
 # Bound of int32 coordinates.
 _MOST_HEAD_ROWS = 2**28
 
@@ -59,6 +61,29 @@ def takes(
         and ROWS * batch <= 2 * q_THK.shape[0]
         and all(packs(x) for x in tensors)
     )
+
+
+def takes_repeated(seeds_PHK: Tensor, k_SGK: Tensor, v_SGV: Tensor, *, batch: int) -> bool:
+    """Say whether queries that are the same for every sequence may be repeated for these kernels.
+
+    Args:
+        seeds_PHK: queries of every sequence.
+        k_SGK: keys.
+        v_SGV: values.
+        batch: number of sequences.
+
+    Returns:
+        what ``takes`` would say of the repeated queries, and False where they do not make enough
+        tiles to fill the GPU: these kernels do not cut the keys of a sequence.
+    """
+    seeds, heads, _ = seeds_PHK.shape
+    rows = seeds * batch
+    if rows >= MOST_ROWS or (rows + ROWS * (batch + 1)) * heads >= _MOST_HEAD_ROWS:
+        return False
+    if not takes(seeds_PHK, k_SGK, v_SGV, batch=1):
+        return False
+    tiles = batch * heads * (seeds // (2 * ROWS))
+    return tiles >= _TURNS_THAT_FILL * _multiprocessors(seeds_PHK.device.index or 0)
 
 
 class Run(NamedTuple):

@@ -92,3 +92,28 @@ def short_config(rows: int, element_bytes: int) -> LaunchConfig:
         return LaunchConfig(rows, 32, 4, 1)
     # 32 rows run on mma.sync, 64 on wgmma.
     return LaunchConfig(32, 32, 4, 3) if rows == 32 else LaunchConfig(64, 64, 4, 2)
+
+
+def block_columns(
+    width: int, value_width: int, block_tokens: int, *, single: bool
+) -> tuple[int, int] | None:
+    """Return the columns that a program of block attention reads at once.
+
+    Args:
+        width: head width K of queries and keys.
+        value_width: head width V of values.
+        block_tokens: length of a block.
+        single: whether products are float32.
+
+    Returns:
+        columns of keys and of values; None where the kernels do not take these widths: heads that
+        are read in chunks need values as wide as keys, with others Triton 3.6 made wrong gradients.
+    """
+    widest, chunk = (64, 32) if single else (128, 64)
+    if single and block_tokens > 64:
+        # A product is so many instructions on the ordinary units that compiling takes a minute.
+        widest = chunk = 16
+    tiles = [max(16, 1 << (x - 1).bit_length()) for x in (width, value_width)]
+    if max(tiles) <= widest:
+        return tiles[0], tiles[1]
+    return (chunk, chunk) if width == value_width else None

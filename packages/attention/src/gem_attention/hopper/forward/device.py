@@ -4,7 +4,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from gem_attention.hopper.device import BOUND, item_at, items_of, sequence_rows
+from gem_attention.hopper.device import BOUND, item_at, sequence_rows
+
+# Numbers of an item that the consumers are told: tile, begin and length of the queries, length of
+# the keys.
+NUMBERS = gl.constexpr(4)
 
 
 @gluon.jit
@@ -18,12 +22,6 @@ def item_of(turn, lists, HEADS: gl.constexpr):
     q_begin, q_length = sequence_rows(q_offsets, sequence, batch, q_tokens, True)
     k_begin, k_length = sequence_rows(k_offsets, sequence, batch, k_tokens, False)
     return item % HEADS, tile, q_begin, q_length, k_begin, k_length
-
-
-@gluon.jit
-def turns_of(lists, HEADS: gl.constexpr):
-    """Return how many items this program does."""
-    return items_of(gl.load(lists[1]) * HEADS, gl.num_programs(0), gl.program_id(0))
 
 
 @gluon.jit

@@ -49,6 +49,7 @@ def launch_forward(
     window: Window,
     scale: float,
     activations: str = "softmax",
+    shared: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attend: softmax(scale · QKᵀ) V, or f(scale · QKᵀ) V.
 
@@ -62,12 +63,15 @@ def launch_forward(
         scale: factor of the scores; without softmax of either sign.
         activations: ``"softmax"``, or one name of ``gem_attention.activations``, or one a query
             head joined by commas.
+        shared: whether ``q_THK`` are the queries of one sequence, which every sequence has.
 
     Returns:
         out_THV, and lse_TH in fp32, natural logarithm, -inf where a row sees no key; of shape
         (0, H) where there is no softmax.
     """
     tokens, heads, width = q_THK.shape
+    if shared:
+        tokens *= len(q_offsets_O) - 1
     keys, kv_heads, _ = k_SGK.shape
     softmax = activations == "softmax"
     out_THV = torch.empty((tokens, heads, width), dtype=q_THK.dtype, device=q_THK.device)
@@ -91,6 +95,8 @@ def launch_forward(
     elif scale < 0:
         # A factor that is taken out of the weights must not turn their signs.
         q_THK, scale = -q_THK, -scale
+    # A mean that is a whole number of tiles is that of sequences which fill them.
+    even = softmax and window == (None, None) and keys % (tiling.keys * batch) == 0
     left, right = window
     with torch.cuda.device(q_THK.device):
         for run in runs(activations, heads, kv_heads):
@@ -124,6 +130,8 @@ def launch_forward(
                 ACTIVATION=run.activation,
                 CONSUMERS=tiling.consumers,
                 SLOTS=tiling.slots,
+                EVEN=even,
+                SHARED=shared,
                 num_warps=4,
                 maxnreg=_REGISTERS[tiling.consumers],
             )

@@ -14,6 +14,7 @@ from torch import Tensor
 from gem_attention.hopper.backward import kernel_sm90 as hopper_backward
 from gem_attention.hopper.forward.kernel_sm90 import launch_forward
 from gem_attention.hopper.launching import takes
+from gem_attention.hopper.windowed.kernel_sm90 import is_narrow, launch_narrow_backward
 from gem_attention.tiles import Window
 
 __all__ = ["launch_backward", "launch_forward", "supports"]
@@ -35,7 +36,8 @@ def supports(
         k_SGK: keys.
         v_SGV: values.
         window: keys visible left and right; any window is taken.
-        deterministic: whether the backward must give the same bits in every run; it does not.
+        deterministic: whether the backward must give the same bits in every run; it does under a
+            narrow window alone.
         batch: number of sequences; 0 where it is not known.
 
     Returns:
@@ -43,8 +45,9 @@ def supports(
         that lie side by side, rows that begin at multiples of 16 bytes, and sequences of at least
         32 queries in the mean: shorter ones would mostly fill their tiles with padding.
     """
-    del window
-    return not deterministic and takes(q_THK, k_SGK, v_SGV, batch=batch)
+    if deterministic and not is_narrow(window):
+        return False
+    return takes(q_THK, k_SGK, v_SGV, batch=batch)
 
 
 def launch_backward(
@@ -76,13 +79,15 @@ def launch_backward(
         k_offsets_O: as in the forward.
         window: as in the forward.
         scale: as in the forward.
-        deterministic: False; ``supports`` refuses the other.
+        deterministic: as ``supports`` takes it.
 
     Returns:
-        gradients of q, k and v. That of q differs between runs in its last bit.
+        gradients of q, k and v. That of q differs between runs in its last bit, unless the window
+        is narrow.
     """
     del deterministic
-    return hopper_backward.launch_backward(
+    launch = launch_narrow_backward if is_narrow(window) else hopper_backward.launch_backward
+    return launch(
         grad_out_THV,
         grad_lse_TH,
         q_THK,

@@ -32,6 +32,8 @@ from gem_opkit.dims import check_shapes
 from gem_opkit.impl import Impl
 
 _NAME = "pooled_attention"
+# From a tile of seeds on, Hopper's kernels of jagged batches are faster forward too.
+_MANY_SEEDS = 128
 _log = logging.getLogger(__name__)
 _announced: set[tuple[Any, ...]] = set()
 
@@ -59,7 +61,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     if choose_implementation(_NAME, impl, seeds_PHK, v_SGV) == "triton":
         operands, scale, _ = _operands(seeds_PHK, k_SGK, v_SGV, activations, scale)
-        kernels = _forward_kernels(*operands, activations)
+        kernels = _forward_kernels(*operands, activations, k_offsets_O.shape[0] - 1)
         return kernels.launch_forward(
             *operands, k_offsets_O.contiguous(), activations=activations, scale=scale
         )
@@ -164,12 +166,16 @@ def _operands(
 
 
 def _forward_kernels(
-    seeds_PHK: Tensor, k_SGK: Tensor, v_SGV: Tensor, activations: str
+    seeds_PHK: Tensor, k_SGK: Tensor, v_SGV: Tensor, activations: str, batch: int
 ) -> ModuleType:
     from gem_attention import repeated
     from gem_attention.kernels.pooled_attention import kernel
 
     taken = kernel.takes_forward(seeds_PHK, k_SGK, activations)
+    if taken and k_SGK.is_cuda and seeds_PHK.shape[0] >= _MANY_SEEDS:
+        from gem_attention.hopper.launching import takes_repeated
+
+        taken = not takes_repeated(seeds_PHK, k_SGK, v_SGV, batch=batch)
     return _announce("forward", kernel if taken else repeated, seeds_PHK, v_SGV)
 
 

@@ -39,7 +39,7 @@ def _seen(
 
 
 @gluon.jit
-def _on_edge(
+def on_edge(
     key,
     row,
     limits,
@@ -73,7 +73,7 @@ def softmax_weights(
     """Turn scores into softmax weights; mask only tiles on an edge."""
     KEYS: gl.constexpr = x_kt.shape[0]
     ROWS: gl.constexpr = x_kt.shape[1]
-    if _on_edge(key, row, limits, KEYS, ROWS, LEFT, RIGHT):
+    if on_edge(key, row, limits, KEYS, ROWS, LEFT, RIGHT):
         seen = _seen(key, row, limits, KEYS, ROWS, LEFT, RIGHT, S_LAYOUT)
         x_kt = gl.where(seen, x_kt, float("-inf"))
     return gl.exp2(x_kt * factor - lse_tile.load(gl.SliceLayout(0, S_LAYOUT))[None, :])
@@ -101,7 +101,7 @@ def activation_weights(
     ROWS: gl.constexpr = x_kt.shape[1]
     p_kt, slope_kt = value_and_slope(x_kt, scale, head, ACTIVATIONS)
     if LEFT or RIGHT:  # noqa: SIM102 - known when compiled; the other when it runs
-        if _on_edge(key, row, limits, KEYS, ROWS, LEFT, RIGHT):
+        if on_edge(key, row, limits, KEYS, ROWS, LEFT, RIGHT):
             seen = _seen(key, row, limits, KEYS, ROWS, LEFT, RIGHT, S_LAYOUT)
             p_kt = gl.where(seen, p_kt, 0.0)
             slope_kt = gl.where(seen, slope_kt, 0.0)

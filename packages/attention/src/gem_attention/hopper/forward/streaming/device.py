@@ -12,13 +12,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gem_attention.hopper.device import LN_2, keys_seen
-from gem_attention.hopper.forward.device import (
-    item_of,
-    load_rows,
-    store_rows,
-    turns_of,
-)
+from gem_attention.hopper.device import LN_2, item_at, keys_seen, tell, told, turns_of
+from gem_attention.hopper.forward.device import NUMBERS, item_of, load_rows, store_rows
 from gem_attention.hopper.forward.weights.device import (
     first_weights,
     folds,
@@ -95,6 +90,7 @@ def attend(
     LEFT: gl.constexpr,
     RIGHT: gl.constexpr,
     ACTIVATION: gl.constexpr,
+    EVEN: gl.constexpr,
 ):
     """Attend from 64 rows to key tiles [first, stop) of the loaded [low, high)."""
     k_smem, v_smem, k_full, k_empty, v_full, v_empty = kv
@@ -117,7 +113,11 @@ def attend(
     x = warpgroup_mma_wait(num_outstanding=0, deps=(x,))
     mbarrier.arrive(k_empty.index(stage), count=1)
     key = (stop - 1) * KEYS
-    x = masked(x, key, limits, KEYS, ROWS, LEFT, RIGHT, ACTIVATION, S_LAYOUT)
+    if EVEN:
+        if key + KEYS > k_length:
+            x = masked(x, key, limits, KEYS, ROWS, LEFT, RIGHT, ACTIVATION, S_LAYOUT)
+    else:
+        x = masked(x, key, limits, KEYS, ROWS, LEFT, RIGHT, ACTIVATION, S_LAYOUT)
     p, peak, total = first_weights(x, scale, WINDOW, ACTIVATION, FOLD)
     p_tile = gl.convert_layout(p.to(v_smem.dtype), P_LAYOUT)
     state = (step, acc, p_tile, peak, total)
@@ -226,11 +226,12 @@ def produce(
     GROUP: gl.constexpr,
     LEFT: gl.constexpr,
     RIGHT: gl.constexpr,
+    SHARED: gl.constexpr,
 ):
     """Load the query tiles, and the key tiles that each sees from the last to the first."""
     descs, smems, bars, lists, window = given
     q_desc, k_desc, v_desc = descs
-    q_smem, k_smem, v_smem, _ = smems
+    q_smem, k_smem, v_smem, _, numbers = smems
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     left, right = window
     SLOTS: gl.constexpr = q_smem.shape[0] // CONSUMERS
@@ -247,11 +248,12 @@ def produce(
         for part in gl.static_range(CONSUMERS):
             slot = (turn % SLOTS) * CONSUMERS + part
             mbarrier.wait(q_empty.index(slot), ((turn // SLOTS) & 1) ^ 1)
+            tell(numbers, slot * NUMBERS, (tile, q_begin, q_length, k_length), NUMBERS)
             load_rows(
                 q_desc,
                 q_smem.index(slot),
                 q_full.index(slot),
-                q_begin,
+                0 if SHARED else q_begin,
                 q_length,
                 row + part * ROWS,
                 head * WIDTH,
@@ -281,10 +283,11 @@ def consume(
     LEFT: gl.constexpr,
     RIGHT: gl.constexpr,
     ACTIVATION: gl.constexpr,
+    EVEN: gl.constexpr,
 ):
     """Attend from one part of each query tile of this program."""
     o_desc, lse, smems, bars, lists, window, scale = given
-    q_smem, k_smem, v_smem, o_smem = smems
+    q_smem, k_smem, v_smem, o_smem, numbers = smems
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     left, right = window
     kv = (k_smem, v_smem, k_full, k_empty, v_full, v_empty)
@@ -303,7 +306,13 @@ def consume(
     dtype: gl.constexpr = q_smem.dtype
     step = 0
     for turn in range(turns_of(lists, HEADS)):
-        head, tile, q_begin, q_length, _, k_length = item_of(turn, lists, HEADS)
+        slot = (turn % SLOTS) * CONSUMERS + PART
+        mbarrier.wait(q_full.index(slot), (turn // SLOTS) & 1)
+        tile = told(numbers, slot * NUMBERS)
+        q_begin = told(numbers, slot * NUMBERS + 1)
+        q_length = told(numbers, slot * NUMBERS + 2)
+        k_length = told(numbers, slot * NUMBERS + 3)
+        head = item_at(turn, gl.num_programs(0), gl.program_id(0)) % HEADS
         row = tile * ALL_ROWS + PART * ROWS
         # What the producer loads for all parts, and what this part needs of it.
         low, high = keys_seen(
@@ -316,9 +325,7 @@ def consume(
         rows = row + gl.arange(0, ROWS, layout=S_ROWS)
         lse_rows = lse + (q_begin + rows).to(gl.int64) * HEADS + head
         there = rows < q_length
-        slot = (turn % SLOTS) * CONSUMERS + PART
         q_tile = q_smem.index(slot)
-        mbarrier.wait(q_full.index(slot), (turn // SLOTS) & 1)
         if (row < q_length) & (first < stop):
             step, acc, row_lse = attend(
                 q_tile,
@@ -337,6 +344,7 @@ def consume(
                 LEFT,
                 RIGHT,
                 ACTIVATION,
+                EVEN,
             )
             if SOFTMAX:
                 gl.store(lse_rows, row_lse, mask=there)

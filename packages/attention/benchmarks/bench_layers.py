@@ -1,0 +1,224 @@
+"""Time whole layers, a training pass forward and backward: what each pattern and each fusion costs.
+
+Run ``python packages/attention/benchmarks/bench_layers.py`` in the root.
+
+Rows of ``SelfAttention`` differ in the pattern alone. The peer of block attention rotates before
+it, the peer of ``GdpaPffn`` has torch's norms and additions around the same attention
+(``unfused``).
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gem_attention.contract import AttentionSpec
+from gem_attention.costs import (
+    block_attention_backward_cost,
+    block_attention_cost,
+    generalized_attention_backward_cost,
+    generalized_attention_cost,
+)
+from gem_attention.layers import GdpaPffn, SelfAttention
+from gem_attention.ops import block_attention, generalized_attention
+from gem_attention.patterns import visible_pairs, visible_pairs_block
+from gem_attention.rotary import apply_rotary, rote_angles
+from gem_jagged.batch import Layout
+from gem_jagged.offsets import positions
+from gem_jagged.workloads import uniform_lengths
+from gem_opkit.bench import BenchCase
+from gem_opkit.bench_scripts import Group, run_script
+from gem_opkit.budget import check_run_budget, fresh, run_with_gradients
+from gem_opkit.cost import Cost
+from gem_precision.norms import rms_normalize
+
+# A stream of the model's width, a quarter of its batch; context tokens of the summary.
+LENGTHS = {"cuda": uniform_lengths(256, 2048, fill=0.5), "cpu": uniform_lengths(32, 128, fill=0.5)}
+HEADS, CONTEXT = {"cuda": (4, 128), "cpu": (4, 16)}, {"cuda": 128, "cpu": 8}
+PATTERNS: dict[str, dict[str, Any]] = {
+    "full": {"pattern": "full"},
+    "window_64": {"pattern": "window", "window_tokens": 64},
+    "block_64": {"pattern": "block", "block_tokens": 64},
+}
+
+
+class Turned(nn.Module):
+    """A layer of block attention that rotates queries and keys before the operator."""
+
+    def __init__(self, layer: SelfAttention) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x_TD: Tensor, layout: Layout, gap_T: Tensor) -> Tensor:
+        """Do what the layer does."""
+        spec = self.layer.spec
+        qkv = self.layer.qkv(x_TD).view(x_TD.shape[0], 3 * spec.heads, spec.head_dim)
+        qk, v = qkv.split((2 * spec.heads, spec.heads), dim=1)
+        angles = rote_angles(positions(layout.offsets_O, qk.shape[0]), gap_T, spec.head_dim)
+        q, k = apply_rotary(rms_normalize(qk), *angles).split(spec.heads, dim=1)
+        out = block_attention(q, k, v, layout, block_tokens=spec.block_tokens, visible_pairs=0)
+        return self.layer.out(out.flatten(1))
+
+
+class Plain(nn.Module):
+    """A GDPA layer with torch's norms and additions."""
+
+    def __init__(self, layer: GdpaPffn) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x_TD: Tensor, layout: Layout, context_BND: Tensor) -> Tensor:
+        """Do what the layer does."""
+        spec, width = self.layer.spec, (x_TD.shape[1],)
+        batch, count, _ = context_BND.shape
+        kv = self.layer.kv(context_BND).view(batch * count, 2 * spec.heads, spec.head_dim)
+        k, v = kv.split(spec.heads, dim=1)
+        q = F.layer_norm(x_TD, width, eps=self.layer.norm.eps)
+        read = generalized_attention(
+            q.view(-1, spec.heads, spec.head_dim),
+            rms_normalize(k),
+            v,
+            layout,
+            Layout.constant(batch, count, device=x_TD.device),
+            visible_pairs=0,
+        )
+        return F.rms_norm(read.flatten(1) + q, width, eps=self.layer.out_norm.eps) + x_TD
+
+
+def training_pass(layer: nn.Module, inputs: tuple[Any, ...], upstream: Tensor) -> Callable[[], Any]:
+    leaves = [*layer.parameters(), inputs[0]]
+
+    def run() -> Any:
+        return torch.autograd.grad(layer(*inputs), leaves, upstream, allow_unused=True)
+
+    return run
+
+
+def linear_cost(rows: int, weight: int, element_bytes: int) -> Cost:
+    """A product forward and twice backward; its inputs and outputs are counted with the layer."""
+    return Cost(flops=6 * rows * weight, bytes=3 * weight * element_bytes)
+
+
+def groups_of(device: str) -> Iterator[Group]:
+    kind = device.split(":")[0]
+    for name, fields in PATTERNS.items():
+        yield f"self_attention_{name}", partial(self_attention, name, fields, device, kind)
+    heads = HEADS[kind][0]
+    yield f"gdpa_pffn_heads_{heads}", partial(gdpa_pffn, heads, device, kind)
+
+
+def drawn(kind: str, device: str, width: int) -> tuple[Tensor, Layout, Tensor, torch.dtype]:
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if kind == "cuda" else torch.float32
+    layout = Layout.from_lengths(list(LENGTHS[kind]), device=device)
+    x = torch.randn(layout.total_tokens, width, device=device, dtype=dtype).requires_grad_()
+    gap = 10.0 ** (7.5 * torch.rand(layout.total_tokens, device=device))
+    return x, layout, gap, dtype
+
+
+def self_attention(name: str, fields: dict[str, Any], device: str, kind: str) -> list[BenchCase]:
+    heads, head_dim = HEADS[kind]
+    spec = AttentionSpec(**fields, heads=heads, head_dim=head_dim, rotary="rote")
+    x, layout, gap, dtype = drawn(kind, device, heads * head_dim)
+    layer = SelfAttention(heads * head_dim, spec).to(device, dtype)
+    pairs = (
+        visible_pairs_block(layout.lengths, 64)
+        if spec.pattern == "block"
+        else visible_pairs(layout.lengths, layout.lengths, *spec.window)
+    )
+    size = {
+        "visible_pairs": pairs,
+        "tokens": layout.total_tokens,
+        "heads": heads,
+        "kv_heads": heads,
+        "head_width": head_dim,
+        "value_width": head_dim,
+        "element_bytes": x.element_size(),
+    }
+    # Pairs decide the FLOPs of every pattern, and the bytes are the same.
+    cost = block_attention_cost(**size) + block_attention_backward_cost(**size)
+    cost += linear_cost(layout.total_tokens, 4 * x.shape[1] ** 2, x.element_size())
+    peers: dict[str, nn.Module] = {"unfused": Turned(layer)} if spec.pattern == "block" else {}
+    return row(f"self_attention_{name}", layer, (x, layout, gap), cost, peers, unfused_of(layer))
+
+
+def unfused_of(layer: SelfAttention) -> nn.Module:
+    return Turned(layer) if layer.spec.pattern == "block" else layer
+
+
+def gdpa_pffn(heads: int, device: str, kind: str) -> list[BenchCase]:
+    head_dim, count = HEADS[kind][1], CONTEXT[kind]
+    width = heads * head_dim
+    spec = AttentionSpec(heads=heads, head_dim=head_dim, activation="gelu")
+    x, layout, _, dtype = drawn(kind, device, width)
+    layer = GdpaPffn(width, spec, width).to(device, dtype)
+    context = torch.randn(layout.batch, count, width, device=device, dtype=dtype)
+    size = {
+        "visible_pairs": layout.total_tokens * count,
+        "q_tokens": layout.total_tokens,
+        "k_tokens": layout.batch * count,
+        "heads": heads,
+        "kv_heads": heads,
+        "head_width": head_dim,
+        "value_width": head_dim,
+        "element_bytes": x.element_size(),
+    }
+    cost = generalized_attention_cost(**size) + generalized_attention_backward_cost(**size)
+    cost += linear_cost(layout.batch * count, 2 * width**2, x.element_size())
+    unfused = Plain(layer)
+    peers: dict[str, nn.Module] = {"unfused": unfused}
+    return row(f"gdpa_pffn_heads_{heads}", layer, (x, layout, context), cost, peers, unfused)
+
+
+def row(
+    name: str,
+    layer: nn.Module,
+    inputs: tuple[Any, ...],
+    cost: Cost,
+    peers: dict[str, nn.Module],
+    honest: nn.Module,
+) -> list[BenchCase]:
+    x, layout, _ = inputs
+    upstream = torch.randn_like(x)
+    return [
+        BenchCase(
+            name=name,
+            run=training_pass(layer, inputs, upstream),
+            check=partial(gate, name, layer, honest, inputs),
+            cost=cost,
+            shapes={"lengths": layout.lengths.tolist(), "width": x.shape[1]},
+            dtype=str(x.dtype).removeprefix("torch."),
+            peers={who: training_pass(peer, inputs, upstream) for who, peer in peers.items()},
+        )
+    ]
+
+
+def gate(name: str, layer: nn.Module, honest: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """Compare the first four sequences and the gradient of their tokens with the layer in fp64."""
+    x, layout, other = inputs
+    lengths = layout.lengths.tolist()[:4]
+    few = (
+        x[: sum(lengths)].detach().requires_grad_(),
+        Layout.from_lengths(lengths, device=x.device),
+        other[: sum(lengths)] if other.ndim == 1 else other[:4],
+    )
+    exact = copy.deepcopy(layer).double()
+    wide = (
+        few[0].detach().double().requires_grad_(),
+        few[1],
+        few[2] if other.ndim == 1 else few[2].double(),
+    )
+    check_run_budget(
+        run_with_gradients(layer, fresh(few)),
+        run_with_gradients(honest, fresh(few)),
+        run_with_gradients(exact, wide),
+        what=f"{name}: ",
+    )
+
+
+if __name__ == "__main__":
+    run_script("layers", groups_of)

@@ -1,0 +1,347 @@
+"""The operator ``normed_attention``: schema, fakes, autograd, FLOP formulas, function."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gem_attention.checks import (
+    check_activation,
+    check_autograd,
+    check_batches,
+    check_can_count,
+    check_dtypes,
+    check_heads,
+    check_layout,
+    check_scale,
+    refuse_second_derivative,
+)
+from gem_attention.choosing import choose_implementation, demand_lengths, readable_rows
+from gem_attention.contract import GdpaActivation
+from gem_attention.kernels.normed_attention.cost import (
+    normed_attention_backward_cost,
+    normed_attention_cost,
+)
+from gem_attention.kernels.normed_attention.reference import (
+    normed_attention_backward_reference,
+    normed_attention_reference,
+)
+from gem_attention.patterns import visible_pairs as count_visible_pairs
+from gem_jagged.batch import Layout
+from gem_opkit.cost import Cost, register_flops
+from gem_opkit.dims import check_shapes
+from gem_opkit.errors import (
+    ConfigError,
+    DeviceError,
+    DtypeError,
+    ShapeError,
+    UnsupportedError,
+    refusal,
+)
+from gem_opkit.impl import Impl, resolve_impl
+
+_NAME = "normed_attention"
+# What the kernels hold: keys of a sequence, and width of a row.
+_MOST_KEYS, _WIDEST = 128, 128
+
+
+def normed_attention_takes(x_TD: Tensor, k_SGK: Tensor, most_keys: int) -> bool:
+    """Say whether the kernels take a call, given a device that runs them.
+
+    Args:
+        x_TD: tokens.
+        k_SGK: keys.
+        most_keys: of a sequence, a host number.
+
+    Returns:
+        True for tokens of one head of at most 128 columns and at most 128 keys, all of one dtype of
+        16 bits; in Triton's interpreter of float32, because it gets bfloat16 wrong.
+    """
+    dtypes = (torch.bfloat16, torch.float16) if x_TD.is_cuda else (torch.float32, torch.float16)
+    return (
+        x_TD.shape[1] == k_SGK.shape[2]
+        and x_TD.shape[1] <= _WIDEST
+        and most_keys <= _MOST_KEYS
+        and x_TD.dtype == k_SGK.dtype
+        and k_SGK.dtype in dtypes
+    )
+
+
+def _choose(impl: str, x_TD: Tensor, k_SGK: Tensor, most_keys: int) -> str:
+    """Resolve ``impl``; what the kernels do not take is refused, or goes to the reference."""
+    if normed_attention_takes(x_TD, k_SGK, most_keys):
+        return choose_implementation(_NAME, impl, k_SGK, k_SGK)
+    if impl == "triton":
+        raise UnsupportedError(
+            refusal(
+                _NAME,
+                'impl="triton"',
+                must=f"have one head of at most {_WIDEST} columns, at most {_MOST_KEYS} keys, and "
+                "tokens and keys of one dtype: bfloat16 or float16 on a GPU, float32 or float16 in "
+                "the interpreter",
+                got=f"{x_TD.shape[1]} columns in heads of {k_SGK.shape[2]}, {most_keys} keys, "
+                f"{x_TD.dtype} and {k_SGK.dtype}",
+                fix='use impl="reference", or layer_norm, generalized_attention and rms_norm',
+            )
+        )
+    return resolve_impl(impl, x_TD.device, _NAME, has_triton=False)
+
+
+def _readable(x_TD: Tensor) -> Tensor:
+    return readable_rows(x_TD.unsqueeze(1)).squeeze(1)
+
+
+# Lengths are CPU tensors whatever the device of the others, for the reference; the kernels follow
+# the offsets, and the most keys of a sequence, which the host knows.
+@torch.library.custom_op("gem_attention::normed_attention", mutates_args=())
+def _forward(
+    x_TD: Tensor,
+    k_SGK: Tensor,
+    v_SGK: Tensor,
+    q_offsets_O: Tensor,
+    k_offsets_O: Tensor,
+    q_lengths_B: Tensor | None,
+    k_lengths_B: Tensor | None,
+    most_keys: int,
+    activations: str,
+    scale: float,
+    eps: float,
+    out_eps: float,
+    visible_pairs: int,
+    impl: str,
+) -> Tensor:
+    if _choose(impl, x_TD, k_SGK, most_keys) == "triton":
+        from gem_attention.kernels.normed_attention.kernel import launch_forward
+
+        return launch_forward(
+            _readable(x_TD),
+            readable_rows(k_SGK),
+            readable_rows(v_SGK),
+            q_offsets_O.contiguous(),
+            k_offsets_O.contiguous(),
+            most_keys=most_keys,
+            activation=activations,
+            scale=scale,
+            eps=(eps, out_eps),
+        )
+    q_lengths_B, k_lengths_B = demand_lengths(_NAME, q_lengths_B, k_lengths_B)
+    names = tuple(activations.split(","))
+    return normed_attention_reference(
+        x_TD, k_SGK, v_SGK, (q_lengths_B, k_lengths_B), names, scale, (eps, out_eps)
+    )
+
+
+@_forward.register_fake
+def _(x_TD: Tensor, *_: Any) -> Tensor:
+    return x_TD.new_empty(x_TD.shape)
+
+
+@torch.library.custom_op("gem_attention::normed_attention_backward", mutates_args=())
+def _backward(
+    grad_out_TD: Tensor,
+    x_TD: Tensor,
+    k_SGK: Tensor,
+    v_SGK: Tensor,
+    q_offsets_O: Tensor,
+    k_offsets_O: Tensor,
+    q_lengths_B: Tensor | None,
+    k_lengths_B: Tensor | None,
+    most_keys: int,
+    activations: str,
+    scale: float,
+    eps: float,
+    out_eps: float,
+    visible_pairs: int,
+    impl: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if _choose(impl, x_TD, k_SGK, most_keys) == "triton":
+        from gem_attention.kernels.normed_attention.kernel import launch_backward
+
+        return launch_backward(
+            _readable(grad_out_TD),
+            _readable(x_TD),
+            readable_rows(k_SGK),
+            readable_rows(v_SGK),
+            q_offsets_O.contiguous(),
+            k_offsets_O.contiguous(),
+            most_keys=most_keys,
+            activation=activations,
+            scale=scale,
+            eps=(eps, out_eps),
+        )
+    q_lengths_B, k_lengths_B = demand_lengths(_NAME, q_lengths_B, k_lengths_B)
+    names = tuple(activations.split(","))
+    return normed_attention_backward_reference(
+        grad_out_TD, x_TD, k_SGK, v_SGK, (q_lengths_B, k_lengths_B), names, scale, (eps, out_eps)
+    )
+
+
+@_backward.register_fake
+def _(
+    grad_out_TD: Tensor, x_TD: Tensor, k_SGK: Tensor, v_SGK: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        x_TD.new_empty(x_TD.shape),
+        k_SGK.new_empty(k_SGK.shape),
+        v_SGK.new_empty(v_SGK.shape),
+    )
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:7])
+    ctx.rest = inputs[7:]
+
+
+def _differentiate(ctx: Any, grad_out_TD: Tensor) -> tuple[Tensor | None, ...]:
+    gradients = torch.ops.gem_attention.normed_attention_backward(
+        grad_out_TD, *ctx.saved_tensors, *ctx.rest
+    )
+    return (*gradients, *([None] * 11))
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+_backward.register_autograd(refuse_second_derivative(_NAME))
+
+
+def _sizes(x_TD: Tensor, k_SGK: Tensor, *, visible_pairs: int) -> dict[str, int]:
+    return {
+        "visible_pairs": visible_pairs,
+        "tokens": x_TD.shape[0],
+        "k_tokens": k_SGK.shape[0],
+        "heads": x_TD.shape[1] // k_SGK.shape[2],
+        "kv_heads": k_SGK.shape[1],
+        "head_width": k_SGK.shape[2],
+        "token_bytes": x_TD.element_size(),
+        "key_bytes": k_SGK.element_size(),
+    }
+
+
+def _forward_cost(x_TD: Tensor, k_SGK: Tensor, *rest: Any) -> Cost:
+    return normed_attention_cost(**_sizes(x_TD, k_SGK, visible_pairs=rest[-2]))
+
+
+def _backward_cost(_grad_out: Tensor, x_TD: Tensor, k_SGK: Tensor, *rest: Any) -> Cost:
+    return normed_attention_backward_cost(**_sizes(x_TD, k_SGK, visible_pairs=rest[-2]))
+
+
+register_flops(_forward, _forward_cost)
+register_flops(_backward, _backward_cost)
+
+
+def normed_attention(
+    x_TD: Tensor,
+    k_SGK: Tensor,
+    v_SGK: Tensor,
+    layout: Layout,
+    k_layout: Layout,
+    *,
+    activation: GdpaActivation | tuple[GdpaActivation, ...] = "gelu",
+    scale: float | None = None,
+    eps: float = 1e-6,
+    out_eps: float = 1e-6,
+    visible_pairs: int | None = None,
+    impl: Impl = "auto",
+) -> Tensor:
+    """Normalise tokens, let them read keys without softmax, and normalise again, with residuals.
+
+        q = LayerNorm(x)      a[t] = Σ_s f(scale · q[t]·k[s]) v[s] + q[t]      out = RmsNorm(a) + x
+
+    Both norms run over the whole row, without gain; the sum runs by heads of width K over the keys
+    of the same sequence.
+
+    Args:
+        x_TD: tokens, float32, float64, bfloat16 or float16, any strides; D a multiple of K.
+        k_SGK: keys, any of these dtypes; query head h reads key head h // (H / G), and G divides
+            H = D/K.
+        v_SGK: values, dtype and width of the keys.
+        layout: where each sequence's tokens begin. Rows behind its last one see no key.
+        k_layout: where its keys begin.
+        activation: as in ``generalized_attention``.
+        scale: factor of the scores; None for 1/sqrt(K).
+        eps: added to the variance of x, above 0.
+        out_eps: added to the mean square of a, above 0.
+        visible_pairs: pairs of token and key of one sequence, for the FLOP count; None counts them
+            from host lengths. Inside ``torch.compile`` it must be given.
+        impl: who computes it; see ``gem_opkit.impl``. The kernels take rows of one head of at most
+            128 columns, at most 128 keys a sequence, and bfloat16 or float16 for all operands;
+            ``auto`` gives the rest to the reference.
+
+    Returns:
+        out_TD in the dtype of x.
+
+    Raises:
+        ShapeError: shapes, heads or layouts that do not fit together.
+        DtypeError, DeviceError: operands of unknown dtypes or different devices; keys and values of
+            two dtypes; a scale or a layout of another type.
+        ConfigError: a scale that is not finite, or an eps that is not above 0.
+        UnsupportedError: an unknown activation, an ``impl`` that cannot run here, uncounted pairs
+            in a graph, and what ``generalized_attention`` refuses of differentiation.
+
+    Numerics: norms, scores, weights and sums in float32 (float64 where any operand is). The kernels
+        round q, the weights and their gradients to the dtype of the keys before a product, and
+        nothing else; the reference rounds once, at the end. Activations as in
+        ``generalized_attention``. Bits are the same in every run, of the reference on a CPU with
+        the same number of threads.
+    Cost: 4·H·pairs·K FLOPs forward and 12·H·pairs·K backward. Tokens are read once and written
+        once, backward read twice (x and the gradient) and written once; nothing but the inputs is
+        kept for the backward.
+    Source: Meta's article on norm fusion (FlashNormAttention).
+    """
+    sizes = check_shapes(_NAME, x_TD=x_TD, k_SGK=k_SGK, v_SGK=v_SGK)
+    if sizes["K"] == 0 or sizes["D"] == 0 or sizes["D"] % sizes["K"]:
+        raise ShapeError(
+            refusal(
+                _NAME,
+                "x_TD",
+                must=f"have a width D that heads of {sizes['K']} fill",
+                got=sizes["D"],
+                fix="its rows are the queries of all heads, side by side",
+            )
+        )
+    heads = sizes["D"] // sizes["K"]
+    check_heads(_NAME, sizes | {"H": heads})
+    check_dtypes(_NAME, k_SGK=k_SGK, v_SGK=v_SGK)
+    check_dtypes(_NAME, x_TD=x_TD)
+    if x_TD.device != k_SGK.device:
+        raise DeviceError(
+            refusal(_NAME, "k_SGK", must=f"be on {x_TD.device} like x_TD", got=k_SGK.device,
+                    fix="move it")
+        )  # fmt: skip
+    check_autograd(_NAME, x_TD=x_TD, k_SGK=k_SGK, v_SGK=v_SGK)
+    check_layout(_NAME, x_TD, layout, name="x_TD", layout_name="layout")
+    check_layout(_NAME, k_SGK, k_layout, name="k_SGK", layout_name="k_layout")
+    check_batches(_NAME, layout, k_layout)
+    activations = check_activation(_NAME, activation, heads)
+    for name, value in (("eps", eps), ("out_eps", out_eps)):
+        if isinstance(value, bool) or not isinstance(value, float):
+            raise DtypeError(refusal(_NAME, name, must="be a float", got=value, fix="pass 1e-6"))
+        if not value > 0:
+            raise ConfigError(
+                refusal(
+                    _NAME,
+                    name,
+                    must="be above 0",
+                    got=value,
+                    fix="it keeps a row of zeros finite",
+                )
+            )
+    if visible_pairs is None:
+        check_can_count(_NAME)
+        visible_pairs = count_visible_pairs(layout.lengths, k_layout.lengths, None, None)
+    most_keys = k_layout.max_length
+    return torch.ops.gem_attention.normed_attention(
+        x_TD,
+        k_SGK,
+        v_SGK,
+        layout.offsets_O,
+        k_layout.offsets_O,
+        layout.lengths,
+        k_layout.lengths,
+        most_keys,
+        activations,
+        check_scale(_NAME, scale, k_SGK.shape[2]),
+        eps,
+        out_eps,
+        visible_pairs,
+        _choose(impl, x_TD, k_SGK, most_keys),
+    )

@@ -1,0 +1,245 @@
+"""The operator ``rotary_heads``: schema, kernels, fakes, autograd, FLOP formulas, function."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gem_attention.contract import Rotary
+from gem_attention.kernels.rotary_heads.cost import rotary_heads_backward_cost, rotary_heads_cost
+from gem_attention.kernels.rotary_heads.reference import (
+    rotary_heads_backward_reference,
+    rotary_heads_reference,
+)
+from gem_attention.rotary import turn_rates
+from gem_jagged.batch import Layout
+from gem_jagged.offsets import positions
+from gem_opkit.cost import Cost, register_flops
+from gem_opkit.dims import check_shapes
+from gem_opkit.errors import ConfigError, DtypeError, ShapeError, UnsupportedError, refusal
+from gem_opkit.impl import Impl, resolve_impl
+
+_NAME = "rotary_heads"
+_HAS_TRITON = True
+
+
+@torch.library.custom_op("gem_attention::rotary_heads", mutates_args=())
+def _forward(
+    qkv: Tensor,
+    position_T: Tensor | None,
+    gap_T: Tensor | None,
+    rates: Tensor,
+    heads: int,
+    key_heads: int,
+    normed: bool,  # noqa: FBT001 - a schema has no keyword-only flags here
+    time_scale_s: float,
+    eps: float,
+    impl: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    given = {"normed": normed, "time_scale_s": time_scale_s, "eps": eps}
+    args = (qkv, position_T, gap_T, rates, heads, key_heads)
+    if resolve_impl(impl, qkv.device, _NAME, has_triton=_HAS_TRITON) == "triton":
+        from gem_attention.kernels.rotary_heads.kernel import launch_forward
+
+        return launch_forward(*args, **given)
+    return rotary_heads_reference(*args, **given)
+
+
+@_forward.register_fake
+def _(
+    qkv: Tensor,
+    position_T: Tensor | None,
+    gap_T: Tensor | None,
+    rates: Tensor,
+    heads: int,
+    key_heads: int,
+    *_: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, width = qkv.shape[0], qkv.shape[2]
+    return (
+        qkv.new_empty(tokens, heads, width),
+        qkv.new_empty(tokens, key_heads, width),
+        qkv.new_empty(tokens, key_heads, width),
+    )
+
+
+@torch.library.custom_op("gem_attention::rotary_heads_backward", mutates_args=())
+def _backward(
+    grad_q: Tensor,
+    grad_k: Tensor,
+    grad_v: Tensor,
+    qkv: Tensor,
+    position_T: Tensor | None,
+    gap_T: Tensor | None,
+    rates: Tensor,
+    normed: bool,  # noqa: FBT001
+    time_scale_s: float,
+    eps: float,
+    impl: str,
+) -> Tensor:
+    given = {"normed": normed, "time_scale_s": time_scale_s, "eps": eps}
+    args = (grad_q, grad_k, grad_v, qkv, position_T, gap_T, rates)
+    if resolve_impl(impl, qkv.device, _NAME, has_triton=_HAS_TRITON) == "triton":
+        from gem_attention.kernels.rotary_heads.kernel import launch_backward
+
+        return launch_backward(*args, **given)
+    return rotary_heads_backward_reference(*args, **given)
+
+
+@_backward.register_fake
+def _(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, qkv: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(qkv, memory_format=torch.contiguous_format)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    qkv, position_T, gap_T, rates, _, _, *ctx.given = inputs
+    ctx.save_for_backward(qkv, position_T, gap_T, rates)
+
+
+def _differentiate(
+    ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor
+) -> tuple[Tensor | None, ...]:
+    grad = torch.ops.gem_attention.rotary_heads_backward(
+        grad_q, grad_k, grad_v, *ctx.saved_tensors, *ctx.given
+    )
+    return grad, *[None] * 9
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def _forward_cost(
+    qkv: Tensor, position_T: Any, gap_T: Any, rates: Any, heads: int, key_heads: int, *_: Any
+) -> Cost:
+    return rotary_heads_cost(
+        total_tokens=qkv.shape[0],
+        heads=heads,
+        key_heads=key_heads,
+        width=qkv.shape[2],
+        element_bytes=qkv.element_size(),
+    )
+
+
+def _backward_cost(
+    grad_q: Tensor,
+    grad_k: Tensor,
+    grad_v: Tensor,
+    qkv: Tensor,
+    position_T: Any,
+    gap_T: Any,
+    rates: Any,
+    normed: bool,  # noqa: FBT001
+    *_: Any,
+) -> Cost:
+    return rotary_heads_backward_cost(
+        total_tokens=qkv.shape[0],
+        heads=grad_q.shape[1],
+        key_heads=grad_k.shape[1],
+        width=qkv.shape[2],
+        element_bytes=qkv.element_size(),
+        normed=normed,
+    )
+
+
+register_flops(_forward, _forward_cost)
+register_flops(_backward, _backward_cost)
+
+
+def rotary_heads(
+    qkv: Tensor,
+    layout: Layout,
+    *,
+    heads: int,
+    key_heads: int,
+    normed: bool = True,
+    rotary: Rotary = "position",
+    gap_seconds_T: Tensor | None = None,
+    rote_time_scale_s: float = 60.0,
+    eps: float = 1e-6,
+    impl: Impl = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Split a projection into heads; normalise and turn queries and keys, in one pass.
+
+    The same as ``rms_normalize`` and ``apply_rotary`` on the slices, without anything of their size
+    in between: angles are made inside from position and time gap.
+
+    Args:
+        qkv: (T, heads + 2 · key_heads, K): queries, keys and values of each token, in this order;
+            fp32, fp64, bf16 or fp16, K even.
+        layout: where each sequence begins.
+        heads: query heads H.
+        key_heads: key and value heads G.
+        normed: divide each query and key by its root mean square.
+        rotary: ``"none"``, ``"position"`` or ``"rote"``, as in the spec of attention.
+        gap_seconds_T: seconds from each token to the request, at least 0; for ``"rote"`` alone.
+        rote_time_scale_s: gaps well below it hardly turn, above 0.
+        eps: added to the mean square, above 0.
+        impl: who computes it; see ``gem_opkit.impl``.
+
+    Returns:
+        q_THK, k_TGK and v_TGK in the dtype of the projection, each contiguous.
+
+    Raises:
+        ShapeError: another number of heads or tokens, or an odd width of a head.
+        DtypeError: a projection that is not floating point.
+        ConfigError: ``"rote"`` without gaps, an unknown rotation, an eps that is not above 0.
+        UnsupportedError: fp64 with a kernel; an ``impl`` that cannot run here.
+
+    Numerics: angles, norm and rotation in fp32 (fp64 for fp64), rounded once; the backward forms
+        the norm again from the projection.
+    Cost: reads all heads and writes them; backward reads their gradients, and queries and keys, and
+        writes one gradient.
+    Source: Su et al. 2021 (arXiv:2104.09864); the Kunlun article for the time gaps.
+    """
+    check_shapes(_NAME, gap_seconds_T=gap_seconds_T)
+    _check(qkv, layout, heads, key_heads, eps)
+    if rotary not in ("none", "position", "rote"):
+        _refuse("rotary", "be none, position or rote", rotary)
+    if rotary == "rote" and gap_seconds_T is None:
+        _refuse("gap_seconds_T", 'be given with rotary="rote"', None)
+    chosen = resolve_impl(impl, qkv.device, _NAME, has_triton=_HAS_TRITON)
+    if chosen == "triton" and qkv.dtype == torch.float64:
+        raise UnsupportedError(
+            refusal(
+                _NAME,
+                "impl",
+                must='be "reference" for fp64',
+                got="a Triton kernel",
+                fix="use fp32, or the reference",
+            )
+        )
+    wide = torch.float64 if qkv.dtype == torch.float64 else torch.float32
+    rates = turn_rates(_NAME, qkv.shape[2], device=qkv.device, dtype=wide)
+    position_T = None if rotary == "none" else positions(layout.offsets_O, qkv.shape[0])
+    gap_T = (
+        gap_seconds_T.detach().contiguous()
+        if rotary == "rote" and gap_seconds_T is not None
+        else None
+    )
+    return torch.ops.gem_attention.rotary_heads(
+        qkv, position_T, gap_T, rates, heads, key_heads, normed, rote_time_scale_s, eps, chosen
+    )
+
+
+def _check(qkv: Tensor, layout: Layout, heads: int, key_heads: int, eps: float) -> None:
+    tokens, each = layout.total_tokens, heads + 2 * key_heads
+    if heads < 1 or key_heads < 1 or qkv.ndim != 3 or qkv.shape[:2] != (tokens, each):
+        raise ShapeError(
+            refusal(
+                _NAME,
+                "qkv",
+                must=f"have {tokens} tokens of {heads} + 2 · {key_heads} heads",
+                got=tuple(qkv.shape),
+                fix="give queries, keys and values of each token side by side",
+            )
+        )
+    if not qkv.dtype.is_floating_point:
+        raise DtypeError(
+            refusal(_NAME, "qkv", must="be floating point", got=qkv.dtype, fix="convert it")
+        )
+    if not eps > 0:
+        _refuse("eps", "be above 0", eps)
+
+
+def _refuse(name: str, must: str, got: object) -> None:
+    raise ConfigError(refusal(_NAME, name, must=must, got=got, fix="correct the argument"))
