@@ -53,6 +53,13 @@ RESUME = ("train", "recipe.toml", "--out", "run", "--resume")
 PREPARE = ("data", "prepare", "log.toml", "--out", "new")
 PREDICT = ("predict", "run", "--out", "new")
 EXAMPLES = "data/examples/part-00000.parquet"
+# Two hosts of eight, and nothing between them.
+MACHINES = """
+hosts = 2
+ranks_per_host = 8
+hosts_per_zone = 2
+host_tier = { name = "nvlink", gbytes_per_s = 450.0, latency_us = 5.0 }
+"""
 
 
 @dataclass(frozen=True)
@@ -199,6 +206,18 @@ CASES = (
     Case("The command line", "--set without a value", set_key("train.passes")),
     Case("The command line", "--set below a number", set_key("train.passes.x=1")),
     Case("The command line", "--set beyond an array", set_key("data.statistics.7.name=x")),
+    Case("A plan", "more ranks than there are", ("plan", "--gpus", "4104")),
+    Case("A plan", "a host half used", ("plan", "--gpus", "12")),
+    Case("A plan", "an axis that no plan has", ("plan", "--gpus", "8", "--axis", "expert=4")),
+    Case("A plan", "an unknown axis", ("plan", "--gpus", "8", "--axis", "shards=4")),
+    Case("A plan", "no such machines", ("plan", "--gpus", "8", "--topology", "h200x9")),
+    Case(
+        *("A plan", "machines without links between their hosts"),
+        ("plan", "--gpus", "16", "--topology", "machines.toml"),
+        write("machines.toml", MACHINES),
+    ),
+    Case("A plan", "data that is not there yet", ("plan", "ml100k-time", "--gpus", "8")),
+    Case("A plan", "a model that is not counted", ("plan", "recipe.toml", "--gpus", "8")),
     Case("The recipe", "no such recipe", ("train", "synthetic-debugg")),
     Case("The recipe", "no such file", ("train", "recipes/mine.toml")),
     Case("The recipe", "a folder in its place", ("train", "data")),
@@ -234,7 +253,15 @@ CASES = (
         *(TRAIN, write("recipe.toml", 'base = "other.toml"\n')),
     ),
     Case("The recipe", "a number format that is not built", set_key("precision.default=mxfp8")),
-    Case("The recipe", "sharding, which is not built", set_key("parallel.shard=2")),
+    Case("The recipe", "a plan for another number of ranks", set_key("parallel.shard=2")),
+    Case(
+        *("The recipe", "a plan whose two meshes differ"),
+        (*set_key("parallel.shard=4"), "--set", "parallel.table_shard=3"),
+    ),
+    Case(
+        *("The recipe", "sharded tables whose rows are drawn in order"),
+        (*set_key("parallel.shard=2"), "--set", "parallel.table_shard=2"),
+    ),
     Case("The data set", "no such folder", TRAIN, lambda: shutil.rmtree("data")),
     Case("The data set", "another data set", set_key("data.dataset=movielens-100k")),
     Case(

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from gem.config import RunConfig, load_recipe, parse_recipe, shipped_recipes
-from gem_opkit.errors import ConfigError, UnsupportedError
+from gem_opkit.errors import ConfigError
 
 RECIPE = """
 [data]
@@ -118,16 +118,7 @@ def test_a_wrong_value_names_key_expected_and_got(override, words):
 def test_a_rule_between_keys_names_them():
     message = refused("train.window_steps=30")
     assert message.startswith("recipe tiny: train: window_steps must be a multiple of")
-    assert "parallel" in refused("parallel.replicate=2")
-
-
-@pytest.mark.parametrize("axis", ["shard", "expert", "table_shard"])
-def test_what_is_not_built_is_said_before_what_else_is_wrong(axis):
-    with pytest.raises(
-        UnsupportedError,
-        match=rf"parallel\.{axis} must be 1, as sharded training is not built; got 2",
-    ):
-        parse(f"parallel.{axis}=2")
+    assert "parallel" in refused("parallel.table_replicate=2")
 
 
 @pytest.mark.parametrize("value", ["true", "'x'", "0", "-2"])

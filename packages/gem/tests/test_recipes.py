@@ -35,7 +35,13 @@ def needs_files(name):
 
 # Those of declared data are trained on hand-made files in test_declared_recipes.py.
 DECLARED = {*shipped_declarations(), "own-log"}
-HERE = [name for name in shipped_recipes() if load_recipe(name).data.dataset not in DECLARED]
+# Those of a GPU's size are trained with their widths and tables cut down.
+LARGE = ("h200", "h200-long")
+HERE = [
+    name
+    for name in shipped_recipes()
+    if name not in LARGE and load_recipe(name).data.dataset not in DECLARED
+]
 
 
 @pytest.mark.parametrize(
@@ -67,6 +73,29 @@ def test_twenty_steps_learn_and_resume(name, folder_of, data_root, tmp_path):
     again = train(config, tmp_path / "broken", resume=True, data_root=data_root)
     for period in ("progressive", "valid", "test"):
         assert again[period] == whole[period]
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_recipes_of_a_gpus_size_train_when_cut_down(name, folder_of, data_root, tmp_path):
+    tables = load_recipe(name).data.hash_rows
+    config = load_recipe(
+        name,
+        [
+            *("data.synthetic.rows=64", "data.synthetic.users=8", "data.synthetic.items=50"),
+            *("data.synthetic.max_backlog_events=12", "data.synthetic.feature_values=50"),
+            *(f"data.hash_rows.{table}=40" for table in tables),
+            *("model.width=8", "model.stream.width=8", "model.stream.heads=2"),
+            *("model.stream.seeds=4", "model.summary_tokens=4", "model.embeddings.embedding_dim=4"),
+            *("model.experts.fm_tokens=2", "model.experts.linear_tokens=2", "model.experts.rank=2"),
+            *("model.experts.mlp_widths=[8]", "model.heads.trunk_widths=[8]"),
+            *("train.batch_examples=16", "train.log_every_steps=1", "train.window_steps=1"),
+            *("train.threads=1", 'precision.default="fp32"'),
+        ],
+    )
+    folder_of(config)
+    summary = train(config, tmp_path / "run", data_root=data_root)
+    assert summary["steps"] == 4  # 64 rows, of which 52 train
+    assert all(np.isfinite(found["logloss"]) for found in summary["progressive"].values())
 
 
 @pytest.mark.slow

@@ -105,9 +105,9 @@ def train(
         str,
         typer.Argument(
             metavar="RECIPE",
-            help="A TOML file, or one of complete-journey, criteo, kuairand-days, ml-latest-time, "
-            "ml100k-din, ml100k-time, ml1m-time, own-log, synthetic-debug, taobao-ads, "
-            "taobao-behavior.",
+            help="A TOML file, or one of complete-journey, criteo, h200, h200-long, kuairand-days, "
+            "ml-latest-time, ml100k-din, ml100k-time, ml1m-time, own-log, synthetic-debug, "
+            "taobao-ads, taobao-behavior.",
         ),
     ],
     settings: _Set = None,
@@ -418,6 +418,103 @@ def data_check(
         print_report(_console(as_json=False), report)
     if report.problems:
         raise typer.Exit(1)
+
+
+@app.command(cls=Command)
+def plan(  # noqa: PLR0913 - each is an option of the command
+    recipe: Annotated[
+        str, typer.Argument(metavar="RECIPE", help="A TOML file or a shipped recipe.")
+    ] = "h200",
+    gpus: Annotated[int, typer.Option("--gpus", metavar="N", min=1, help="Number of ranks.")] = 1,
+    topology: Annotated[
+        str | None,
+        typer.Option(
+            "--topology",
+            metavar="FILE",
+            help="TOML file of hosts and links, or one of h200, h200x2, h200x8, gem4096; default: "
+            "the smallest of these that has the ranks.",
+        ),
+    ] = None,
+    settings: _Set = None,
+    axes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--axis",
+            metavar="AXIS=SIZE",
+            help="What every plan must have, as in expert=2; may be repeated.",
+        ),
+    ] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="Examples of a rank; default: the recipe's batch on each rank."
+        ),
+    ] = None,
+    lengths: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="STREAM=LOW:HIGH",
+            help="Fewest and most events of a history, where the data does not say; repeatable.",
+        ),
+    ] = None,
+    ids: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="INPUT=MEAN", help="Ids of an example, for inputs with several; repeatable."
+        ),
+    ] = None,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Results file of bench_step.py or collectives.py to fit rates to."
+        ),
+    ] = None,
+    most: Annotated[int, typer.Option("--plans", metavar="N", min=1, help="Plans to list.")] = 5,
+    *,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            metavar="",
+            help="Run a step of one rank of the recipe's plan, or of the best one, with ranks and "
+            "numbers in name only; compare its bytes and memory. Needs torch.",
+        ),
+    ] = False,
+    as_json: _Json = False,
+) -> None:
+    """Forecast step time, memory and MFU of a recipe on N ranks; list the best parallel plans.
+
+    Needs no GPU and no torch. docs/scaling.md says what the forecast assumes.
+    """
+    from gem.planning.command import Asked, plan_recipe
+    from gem.planning.command import as_json as planned_json
+    from gem.planning.command import as_text as planned_text
+
+    asked = Asked(
+        recipe=recipe,
+        gpus=gpus,
+        topology=topology,
+        settings=tuple(settings or ()),
+        axes=tuple(axes or ()),
+        batch=batch,
+        lengths=tuple(lengths or ()),
+        ids=tuple(ids or ()),
+        calibrate=calibrate,
+        most=most,
+    )
+    planned = plan_recipe(asked)
+    ran = _dry_run_beside(planned) if dry_run else None
+    if as_json:
+        _print_json(planned_json(planned) | ({"dry_run": ran[0]} if ran else {}))
+    else:
+        typer.echo(planned_text(planned) + (f"\n{ran[1]}" if ran else ""), nl=False)
+
+
+def _dry_run_beside(planned: Any) -> tuple[dict[str, Any], str]:
+    from gem.dry_run.beside import beside, beside_json, beside_text
+
+    found = beside(planned)
+    return beside_json(found), beside_text(found)
 
 
 @app.command(cls=Command)

@@ -19,10 +19,9 @@ from gem.contract_faults import explain, explain_size
 from gem.data.features import DataSpec
 from gem.data.toml_text import toml_text
 from gem.model.spec import GemSpec, ModelSpec
-from gem.train.spec import TrainSpec
+from gem.train.spec import ParallelSpec, TrainSpec
 from gem_opkit.contract import Contract
 from gem_opkit.errors import ConfigError, UnsupportedError, refusal
-from gem_parallel.contract import ParallelPlan
 from gem_precision.contract import PrecisionRecipe
 
 
@@ -40,7 +39,7 @@ class RunConfig(Contract):
     model: ModelSpec
     train: TrainSpec = TrainSpec()
     precision: PrecisionRecipe = PrecisionRecipe()
-    parallel: ParallelPlan | None = Field(
+    parallel: ParallelSpec | None = Field(
         default=None, description="none: every rank holds a copy of everything (data parallel)"
     )
 
@@ -84,6 +83,25 @@ class RunConfig(Contract):
                 )
         return self
 
+    @model_validator(mode="after")
+    def _rows_can_be_drawn_anywhere(self) -> Self:
+        """A rank that holds a part of the tables cannot draw what lies before it."""
+        plan, drawn = self.parallel, self.model.embeddings.initial_rows
+        if plan is not None and not plan.tables_are_local and drawn != "by_place":
+            raise ConfigError(
+                refusal(
+                    "recipe",
+                    "model.embeddings.initial_rows",
+                    must='be "by_place" where an engine holds the tables '
+                    f"(parallel.table_shard={plan.table_shard}, "
+                    f"parallel.table_replicate={plan.table_replicate})",
+                    got=f'"{drawn}"',
+                    fix="set it, or leave the tables whole on every rank; a run that is continued "
+                    "keeps its rows",
+                )
+            )
+        return self
+
     def to_toml(self) -> str:
         """The resolved config as TOML; `parse_recipe` reads it back to an equal config."""
         return toml_text(self.model_dump(mode="json", exclude_none=True))
@@ -95,7 +113,7 @@ class RunConfig(Contract):
 
         Args:
             other: the config to compare with.
-            ignored: full paths that may differ.
+            ignored: full paths that may differ; that of a table stands for all keys in it.
 
         Returns:
             One text for each differing key: its path, this value and the other one.
@@ -106,9 +124,15 @@ class RunConfig(Contract):
         )
         return [
             f"{key}: {mine.get(key, 'absent')!r} here, {theirs.get(key, 'absent')!r} there"
-            for key in sorted({*mine, *theirs} - ignored)
-            if mine.get(key, _ABSENT) != theirs.get(key, _ABSENT)
+            for key in sorted({*mine, *theirs})
+            if mine.get(key, _ABSENT) != theirs.get(key, _ABSENT) and not _within(key, ignored)
         ]
+
+
+def _within(key: str, paths: frozenset[str]) -> bool:
+    """Whether a full path is one of some, or below one of them."""
+    parts = key.split(".")
+    return any(".".join(parts[:depth]) in paths for depth in range(1, len(parts) + 1))
 
 
 def _name_lists(value: Any, path: str) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -231,7 +255,6 @@ def parse_recipe(
 
     Raises:
         ConfigError: as in `load_recipe`.
-        UnsupportedError: a parallel plan that is wrong and not built.
     """
     raw = _raw_recipe(text, origin, beside, depth=0)
     raw.setdefault("name", name)
@@ -245,35 +268,28 @@ def parse_recipe(
         # Strict, so that "512" is no number; TOML arrays become tuples, as contracts hold them.
         return RunConfig.model_validate(_tuples(raw), strict=True)
     except ValidationError as error:
-        # A plan that shards one mesh alone breaks a rule of plans as well; that it is not built is
-        # what the user has to know.
-        check_built(raw.get("parallel"))
         raise ConfigError(f"{origin}: {explain(error, raw, RunConfig)}") from None
 
 
-def check_built(parallel: object) -> None:
-    """Refuse a parallel plan of which an axis is not built.
+def check_built(plan: ParallelSpec) -> None:
+    """Refuse what a plan asks for and the trainer has not built.
 
     Args:
-        parallel: the recipe's ``[parallel]`` section, checked or not; anything but a table passes.
+        plan: the recipe's ``[parallel]`` section.
 
     Raises:
-        UnsupportedError: names the axis.
+        UnsupportedError: names the key.
     """
-    if not isinstance(parallel, Mapping):
-        return
-    for axis in ("shard", "expert", "table_shard"):
-        parts = parallel.get(axis, 1)
-        if isinstance(parts, int) and parts > 1:
-            raise UnsupportedError(
-                refusal(
-                    "gem",
-                    f"parallel.{axis}",
-                    must="be 1, as sharded training is not built",
-                    got=parts,
-                    fix="leave [parallel] out: every rank then holds a copy of everything",
-                )
+    if plan.table_engine == "torchrec":
+        raise UnsupportedError(
+            refusal(
+                "gem",
+                "parallel.table_engine",
+                must='be "torch", or "local" where every rank holds all tables',
+                got='"torchrec", whose rows move before a step is judged',
+                fix='take "torch"',
             )
+        )
 
 
 def _raw_recipe(text: str, origin: str, beside: Path, *, depth: int) -> dict[str, Any]:

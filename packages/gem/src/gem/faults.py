@@ -49,7 +49,10 @@ _SYSTEM_RULES: dict[int, tuple[str, str]] = {
     errno.EIO: ("be readable and writable", "check the disk"),
 }
 # What the back ends of torch.distributed say when the rank at the other end is gone.
-_PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "ECONNRESET")
+_PEER_GONE = (
+    *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "ECONNRESET"),
+    "remote process exited",
+)
 _NO_MEMORY = (
     *("can't allocate memory", "out of memory", "bad_alloc", "malloc of size"),
     # Of what no machine could hold.

@@ -240,3 +240,37 @@ def test_without_a_folder_the_data_set_is_made_by_name(tmp_path):
         ConfigError, match=r"data.folder and data.dataset to a data set of your own"
     ):
         provide(DataSpec(dataset="shop"), tmp_path)
+
+
+def test_data_set_that_is_older_than_an_option_is_taken(tmp_path):
+    small = SMALL.model_copy(update={"rows": 20, "users": 5, "items": 5})
+    prepare("synthetic", tmp_path / "data", options=small)
+    # The contract says nothing of options that were not used, as one from before they were there.
+    assert "length_law" not in (tmp_path / "data" / "dataset.toml").read_text(encoding="utf-8")
+    prepare("synthetic", tmp_path / "data", options=small)
+    with pytest.raises(DataError, match=r"length_law = uniform; got one made with .* = zipf"):
+        prepare(
+            "synthetic",
+            tmp_path / "data",
+            options=small.model_copy(update={"length_law": "uniform"}),
+        )
+
+
+def test_uniform_histories_and_inputs_without_a_signal(tmp_path):
+    options = SMALL.model_copy(
+        update={"length_law": "uniform", "features": 2, "feature_values": 7, "rows": 300}
+    )
+    prepare("synthetic", tmp_path / "data", options=options)
+    prepare("synthetic", tmp_path / "zipf", options=SMALL.model_copy(update={"rows": 300}))
+    found = columns(tmp_path / "data", "feature_00", "feature_01")
+    assert all(values.min() >= 1 and values.max() <= 7 for values in found)
+    assert not np.array_equal(*found)
+    users = Dataset.open(tmp_path / "data").events("impressions", ["user_id"])["user_id"].values
+    lengths = np.bincount(users, minlength=options.users + 1)[1:]
+    assert lengths.mean() == pytest.approx(32.5 + 1, rel=0.1)  # and one event an example
+    # What is drawn beside does not change what was there before.
+    names = ("user_id", "time_ms", "domain")
+    for ours, theirs in zip(
+        columns(tmp_path / "data", *names), columns(tmp_path / "zipf", *names), strict=True
+    ):
+        assert np.array_equal(ours, theirs)

@@ -26,6 +26,11 @@ SPECS = [
     GEM,
     {**GEM, "layers": ["transformer", "interaction"]},
     {**GEM, "transformer_gate": False},
+    {
+        **GEM,
+        "layers": ["transformer", "interaction", "transformer", "interaction"],
+        "stream": {"width": 8, "window_tokens": 1, "full_layers": [2]},
+    },
     {**GEM, "streams": {"clicks": {"layers": [0]}, "views": {"layers": []}}},
     {**GEM, "stream": {"width": 8, "pattern": "full", "target_tokens": 3, "qk_norm": False}},
     {**GEM, "stream": {"width": 8, "pattern": "block", "block_tokens": 4, "summary_tokens": 0}},

@@ -77,6 +77,21 @@ def test_mixture_is_the_sum_of_its_experts(partition, projection):
     torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
 
 
+def test_the_sum_over_experts_can_be_computed_by_another():
+    layer = mixture(count=3)
+    x_BND, summary_BPD = torch.randn(4, 7, WIDTH), torch.randn(4, 3, WIDTH)
+    names, out, own, seen = list(layer.state_dict()), layer(x_BND, summary_BPD), layer.run, []
+
+    def by_another(experts, parts):
+        seen.append(len(parts))
+        return own(experts, parts)
+
+    layer.run = by_another
+    assert torch.equal(layer(x_BND, summary_BPD), out)
+    assert seen == [3]
+    assert list(layer.state_dict()) == names
+
+
 def test_expert_reads_its_part_and_the_summary_only():
     layer = mixture(count=2, partition="contiguous")
     x_BND = torch.randn(4, 7, WIDTH, requires_grad=True)

@@ -54,6 +54,7 @@ def test_shared_stream_may_be_a_contract_already():
         ({"stream": {"layers": [0, 7]}}, "must index the 3 layers"),
         ({"stream": {"layers": [0, 1]}}, "its last layer must be an interaction"),
         ({"stream": {"layers": [2, 0]}}, "layers must be rising indices"),
+        ({"stream": {"full_layers": [0]}}, "full_layers must name transformer"),
         ({"stream": {"width": 10, "heads": 3}}, "heads must divide width"),
         ({"stream": {"width": 6, "heads": 2}}, "must be even under rotary"),
         ({"stream": {"gdpa_activation": ["gelu"] * 3}}, "one activation for each of 2 heads"),

@@ -208,14 +208,16 @@ def _existing(out: Path, name: str, wanted: dict[str, object]) -> DatasetSpec:
 
 
 def _need_options(folder: Path, spec: DatasetSpec, wanted: dict[str, object]) -> None:
+    # An option that is newer than the data set is one that it was made without.
+    before = SyntheticSpec().model_dump() if spec.name == "synthetic" else {}
     for key, value in wanted.items():
-        if spec.options.get(key) != value:
+        if spec.options.get(key, before.get(key)) != value:
             raise DataError(
                 refusal(
                     "gem data",
                     str(folder),
                     must=f"hold a data set made with {key} = {value}",
-                    got=f"one made with {key} = {spec.options.get(key)}",
+                    got=f"one made with {key} = {spec.options.get(key, before.get(key))}",
                     fix="remove the folder or choose another one",
                 )
             )

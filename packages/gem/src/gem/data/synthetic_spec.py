@@ -1,5 +1,7 @@
 """Options of the synthetic data set. No torch, no numpy."""
 
+from typing import Literal
+
 from pydantic import Field, model_validator
 
 from gem_opkit.contract import Contract
@@ -16,10 +18,24 @@ class SyntheticSpec(Contract):
     max_backlog_events: int = Field(
         default=512, ge=0, description="longest history that a user has before the first example"
     )
+    length_law: Literal["zipf", "uniform"] = Field(
+        default="zipf",
+        description="law of these lengths: Zipf, or uniform, from 1 to max_backlog_events",
+    )
     length_alpha: float = Field(
         default=1.2, gt=1, description="exponent of the Zipf law of history lengths"
     )
     id_alpha: float = Field(default=1.05, gt=1, description="exponent of the Zipf law of item ids")
+    features: int = Field(
+        default=0,
+        ge=0,
+        le=100,
+        description="further categorical inputs, feature_00 and so on, each with a table of its "
+        "own; they say nothing about the labels",
+    )
+    feature_values: int = Field(
+        default=1_000, ge=1, description="values of each, as popular as the items are"
+    )
     click_rate: float = Field(default=0.3, gt=0, lt=1, description="about the share of clicks")
     conversion_rate: float = Field(
         default=0.2, gt=0, lt=1, description="about the share of conversions among clicks"

@@ -1,14 +1,22 @@
 """From a `ModelSpec` to a module."""
 
+from typing import cast
+
 from torch import nn
 
 from gem.data.schema import BatchSchema
 from gem.model.din import DinModel
 from gem.model.gem import GemModel
+from gem.model.interaction import ExpertMixture
 from gem.model.spec import DinSpec, GemSpec
+from gem.model.tables import draw_by_place, table_specs
+from gem_embeddings.contract import LookupSpec, TableSpec
+from gem_embeddings.tables import EmbeddingTables
 
 
-def build_model(spec: GemSpec | DinSpec, schema: BatchSchema) -> nn.Module:
+def build_model(
+    spec: GemSpec | DinSpec, schema: BatchSchema, *, seed: int = 0, with_rows: bool = True
+) -> nn.Module:
     """Build the model that a recipe names.
 
     Parameters are drawn from torch's default generator: call `torch.manual_seed` before.
@@ -16,6 +24,9 @@ def build_model(spec: GemSpec | DinSpec, schema: BatchSchema) -> nn.Module:
     Args:
         spec: the model, of either kind.
         schema: inputs, tasks and domains of the data set.
+        seed: of the rows of tables, where the spec has them drawn by their place.
+        with_rows: False leaves such tables on the meta device, without memory, for somebody who
+            puts others in their place.
 
     Returns:
         a module with `forward(batch: ExampleBatch) -> logits_BA` (fp32) and `tables`, whose
@@ -25,4 +36,57 @@ def build_model(spec: GemSpec | DinSpec, schema: BatchSchema) -> nn.Module:
         ConfigError: spec and schema contradict each other.
         UnsupportedError: the schema has an input that no layer reads.
     """
-    return GemModel(spec, schema) if isinstance(spec, GemSpec) else DinModel(spec, schema)
+    model = GemModel(spec, schema) if isinstance(spec, GemSpec) else DinModel(spec, schema)
+    if with_rows and spec.embeddings.initial_rows == "by_place":
+        draw_by_place(cast(EmbeddingTables, model.tables), seed)
+    return model
+
+
+def model_tables(model: nn.Module) -> tuple[list[TableSpec], list[LookupSpec]]:
+    """Describe the tables that a model looks up, wherever their rows are.
+
+    Args:
+        model: from `build_model`.
+
+    Returns:
+        the tables and their lookups, in the order in which the model made them.
+    """
+    own = cast(GemModel | DinModel, model)
+    streams = own.read if isinstance(own, GemModel) else own.schema.streams
+    return table_specs(own.spec.embeddings, own.schema, streams)
+
+
+def dense_units(model: nn.Module) -> list[str]:
+    """Name the submodules whose dense parameters are gathered together: tokenisers, layers, heads.
+
+    Args:
+        model: from `build_model`.
+
+    Returns:
+        qualified names, in the order in which the model runs them.
+    """
+    units: list[str] = []
+    for name, child in model.named_children():
+        if name == "tables":
+            continue
+        parts = (
+            [f"{name}.{key}" for key, _ in child.named_children()]
+            if isinstance(child, nn.ModuleList | nn.ModuleDict)
+            else [name]
+        )
+        units += [
+            part for part in parts if any(True for _ in model.get_submodule(part).parameters())
+        ]
+    return units
+
+
+def expert_mixtures(model: nn.Module) -> list[str]:
+    """Name the submodules whose experts ranks may share out.
+
+    Args:
+        model: from `build_model`.
+
+    Returns:
+        qualified names; none for a model without experts.
+    """
+    return [name for name, part in model.named_modules() if isinstance(part, ExpertMixture)]

@@ -159,10 +159,10 @@ def _gem(
         count = _interaction if kind == "interaction" else _transformer
         for stream in taking_part:
             parts[f"{layer}.streams.stream_{stream.name}"] = count(
-                spec, spec.stream_spec(stream.name), examples, lengths[stream.name]
+                spec, spec.layer_stream_spec(stream.name, index), examples, lengths[stream.name]
             )
         pooled = pooled_tokens(spec, streams, index)
-        parts[f"{layer}.experts"] = _experts(
+        parts[f"{layer}.experts"] = experts_flops(
             spec.experts, spec.width, examples, tokens=tokens, summary_tokens=pooled
         )
         tokens = spec.experts.fm_tokens + spec.experts.linear_tokens
@@ -296,9 +296,21 @@ def _transformer(
     return total
 
 
-def _experts(
+def experts_flops(
     spec: ExpertsSpec, width: int, examples: int, *, tokens: int, summary_tokens: int
 ) -> PassFlops:
+    """Count the FLOPs of a layer's experts and of their shortcut.
+
+    Args:
+        spec: the experts.
+        width: width of a token.
+        examples: examples of the step.
+        tokens: tokens that enter the layer.
+        summary_tokens: pooled tokens beside them, which every expert reads.
+
+    Returns:
+        FLOPs of all experts together.
+    """
     total = PassFlops()
     outputs = spec.fm_tokens + spec.linear_tokens
     if spec.residual and tokens != outputs:

@@ -14,6 +14,7 @@ Source: Kunlun (arXiv:2602.10016), InterFormer (arXiv:2411.09852), Wukong (arXiv
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from gem.data.schema import BatchSchema, StreamInput
 from gem.model.heads import Shortcut, TaskHeads
 from gem.model.interaction import ExpertMixture, Summary
 from gem.model.sequence import StreamInteraction, StreamTransformer, visible_pairs_of
-from gem.model.spec import GemSpec
+from gem.model.spec import GemSpec, StreamSpec
 from gem.model.structure import (
     check_schema,
     head_width,
@@ -46,14 +47,14 @@ class StreamState:
         x_TD: event tokens.
         layout: where each history begins.
         gap_seconds_T: seconds from each event to the example.
-        visible_pairs: (query, key) pairs of self-attention.
+        visible_pairs: pattern of self-attention -> (query, key) pairs, counted once a batch.
         summary_BPD: pooled tokens of the latest interaction layer; None before the first.
     """
 
     x_TD: Tensor
     layout: Layout
     gap_seconds_T: Tensor
-    visible_pairs: int
+    visible_pairs: Mapping[str, int]
     summary_BPD: Tensor | None = None
 
 
@@ -98,7 +99,7 @@ class GemLayer(nn.Module):
                     StreamInteraction(spec.stream_spec(stream.name), spec.width, stream.max_events)
                     if self.kind == "interaction"
                     else StreamTransformer(
-                        spec.stream_spec(stream.name),
+                        spec.layer_stream_spec(stream.name, index),
                         spec.width,
                         summary_tokens=spec.summary_tokens,
                         gated=gated,
@@ -141,12 +142,13 @@ class GemLayer(nn.Module):
                 )
                 after[name] = replace(state, x_TD=x_TD, summary_BPD=summary_BPD)
             else:
-                x_TD = self.streams[key](
+                stream = cast(StreamTransformer, self.streams[key])
+                x_TD = stream(
                     state.x_TD,
                     state.layout,
                     context_BND,
                     state.gap_seconds_T,
-                    visible_pairs=state.visible_pairs,
+                    visible_pairs=state.visible_pairs[stream.pattern],
                 )
                 after[name] = replace(state, x_TD=x_TD)
         return self.experts(x_BND, join_summaries(x_BND, after)), after
@@ -228,14 +230,16 @@ class GemModel(nn.Module):
         for stream in self.read:
             events = streams[stream.name]
             layout, gap_seconds_T = events.numbers.layout, events.gap_seconds.values
-            own = self.spec.stream_spec(stream.name)
             states[stream.name] = StreamState(
                 x_TD=self.events[module_key(stream.name)](
                     embedded, events.numbers.values, gap_seconds_T
                 ),
                 layout=layout,
                 gap_seconds_T=gap_seconds_T,
-                visible_pairs=visible_pairs_of(own, layout),
+                visible_pairs={
+                    each.pattern: visible_pairs_of(each, layout)
+                    for each in self._patterns(stream.name)
+                },
             )
         for layer in self.layers:
             x_BND, states = layer(x_BND, states, candidate_BD)
@@ -246,6 +250,12 @@ class GemModel(nn.Module):
         if self.shortcut is not None:
             logits_BA = logits_BA + self.shortcut(numbers_BD)
         return logits_BA
+
+    def _patterns(self, stream: str) -> list[StreamSpec]:
+        """Settings of a stream in its layers, one of each pattern; one where it has no layer."""
+        spec = self.spec
+        layers = [spec.layer_stream_spec(stream, i) for i, _ in enumerate(spec.layers)]
+        return list({each.pattern: each for each in (spec.stream_spec(stream), *layers)}.values())
 
 
 def join_summaries(x_BND: Tensor, states: Mapping[str, StreamState]) -> Tensor:

@@ -8,6 +8,9 @@ Source: Wukong (arXiv:2403.02545) for the expert, DHEN (arXiv:2203.11014) for th
 shortcut, Kunlun (arXiv:2602.10016) for the mixture and the summary.
 """
 
+from collections.abc import Callable
+from functools import reduce
+
 import torch
 from torch import Tensor, nn
 
@@ -225,8 +228,24 @@ class WukongExpert(nn.Module):
         return torch.cat([self.factorise(x_BND), self.compress(x_BND)], dim=1)
 
 
+def sum_of_experts(experts: nn.ModuleList, parts: list[Tensor]) -> Tensor:
+    """Run each expert on its part and add the outputs up, in order.
+
+    Args:
+        experts: one for each part.
+        parts: what they read, (B, n, D) each.
+
+    Returns:
+        the sum (B, tokens, D).
+    """
+    return reduce(torch.add, (expert(part) for expert, part in zip(experts, parts, strict=True)))
+
+
 class ExpertMixture(nn.Module):
     """The experts of a layer: X' = RmsNorm(Σ_e expert_e(part_e(X) ‖ H) + shortcut(X)).
+
+    ``run`` computes the sum over experts. Whoever spreads experts over devices replaces it by a
+    function of the same arguments that has the same result.
 
     Args:
         tokens: non-sequence tokens that come in (X).
@@ -275,6 +294,7 @@ class ExpertMixture(nn.Module):
                 nn.Identity() if tokens == self.tokens else TokenLinear(tokens, self.tokens)
             )
         self.norm = RmsNorm(width)
+        self.run: Callable[[nn.ModuleList, list[Tensor]], Tensor] = sum_of_experts
 
     def inputs(self, x_BND: Tensor, summary_BPD: Tensor) -> list[Tensor]:
         """Give each expert what it reads; each is a tensor (B, n, D) of its own.
@@ -298,8 +318,5 @@ class ExpertMixture(nn.Module):
         Returns:
             the next layer's tokens (B, fm_tokens + linear_tokens, D).
         """
-        parts = self.inputs(x_BND, summary_BPD)
-        out = sum(expert(part) for expert, part in zip(self.experts, parts, strict=True))
-        if self.shortcut is not None:
-            out = out + self.shortcut(x_BND)
-        return self.norm(out)
+        out = self.run(self.experts, self.inputs(x_BND, summary_BPD))
+        return self.norm(out, before=None if self.shortcut is None else self.shortcut(x_BND))

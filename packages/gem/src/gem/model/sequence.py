@@ -8,8 +8,11 @@ Source: Kunlun (arXiv:2602.10016) for both kinds, InterFormer (arXiv:2411.09852)
 LLaTTE (arXiv:2601.20083) and DIN (arXiv:1706.06978) for queries made from the candidate.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from gem.model.spec import StreamSpec
 from gem_attention.contract import AttentionSpec
@@ -22,6 +25,7 @@ from gem_attention.layers import (
 from gem_attention.patterns import visible_pairs, visible_pairs_block
 from gem_jagged.batch import Layout
 from gem_jagged.offsets import sequence_ids
+from gem_jagged.ops import jagged_sum
 from gem_precision.layers import Projection, RmsNorm
 
 
@@ -97,6 +101,7 @@ class StreamTransformer(nn.Module):
 
     def __init__(self, spec: StreamSpec, width: int, *, summary_tokens: int, gated: bool) -> None:
         super().__init__()
+        self.pattern = spec.pattern
         self.norm = RmsNorm(spec.width)
         self.attention = SelfAttention(spec.width, self_attention_spec(spec))
         self.gate = Projection(summary_tokens * width, spec.width) if gated else None
@@ -126,10 +131,43 @@ class StreamTransformer(nn.Module):
         out_TD = self.attention(self.norm(x_TD), layout, gap_seconds_T, visible_pairs=visible_pairs)
         if self.gate is not None:
             gate_BD = 2.0 * torch.sigmoid(self.gate(context_BND.flatten(1)))
-            out_TD = out_TD * gate_BD.index_select(
-                0, sequence_ids(layout.offsets_O, layout.total_tokens)
-            )
+            gate_TD = spread_over_events(gate_BD, layout)
+            if x_TD.is_cuda and self.dropout.p == 0.0:
+                return torch.addcmul(x_TD, out_TD, gate_TD)  # one pass, rounded once
+            out_TD = out_TD * gate_TD
         return x_TD + self.dropout(out_TD)
+
+
+class _SpreadOverEvents(torch.autograd.Function):
+    """Rows of sequences, one for each event; the gradient is summed by sequence, not scattered."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_BD: Tensor, layout: Layout) -> Tensor:
+        ctx.layout = layout
+        return rows_BD.index_select(0, sequence_ids(layout.offsets_O, layout.total_tokens))
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator's own type
+        ctx: Any, grad_TD: Tensor
+    ) -> tuple[Tensor, None]:
+        return jagged_sum(grad_TD, ctx.layout), None
+
+
+def spread_over_events(rows_BD: Tensor, layout: Layout) -> Tensor:
+    """Give each event the row of its history.
+
+    Args:
+        rows_BD: one row a history.
+        layout: where each history begins.
+
+    Returns:
+        rows_TD. On a GPU the gradient is summed by an operator that reads it once, where that of
+        ``index_select`` would add each event's by atomics.
+    """
+    if rows_BD.is_cuda and not torch.compiler.is_compiling():
+        return _SpreadOverEvents.apply(rows_BD, layout)
+    return rows_BD.index_select(0, sequence_ids(layout.offsets_O, layout.total_tokens))
 
 
 def self_attention_spec(spec: StreamSpec) -> AttentionSpec:

@@ -41,6 +41,12 @@ class EmbeddingSpec(Contract):
     out_of_range: Literal["error", "clamp", "zero"] = Field(
         default="error", description="what a row id outside its table does"
     )
+    initial_rows: Literal["in_order", "by_place"] = Field(
+        default="in_order",
+        description="how fresh rows are drawn: in_order, one after another by the generator of all "
+        "weights; by_place, each number by seed, table, row and column alone, as tables that are "
+        "sharded over ranks have to",
+    )
 
 
 class NumbersSpec(Contract):
@@ -100,6 +106,11 @@ class StreamSpec(Contract):
     )
     pattern: Literal["window", "block", "full"] = Field(
         default="window", description="which events self-attention sees"
+    )
+    full_layers: tuple[int, ...] = Field(
+        default=(),
+        description="indices of transformer layers whose self-attention sees all events, whatever "
+        "the pattern of the others",
     )
     window_tokens: int = Field(default=32, gt=0, description="events seen on each side: window")
     block_tokens: int = Field(default=64, gt=0, description="events of a block: block")
@@ -271,6 +282,13 @@ class GemSpec(Contract):
                     f"{name}: its last layer must be an interaction layer; got layer "
                     f"{indices[-1]}, a transformer layer; nothing would read its events"
                 )
+            taken = [i for i in indices if self.layers[i] == "transformer"]
+            if set(stream.full_layers) - set(taken):
+                raise ValueError(
+                    f"{name}.full_layers must name transformer layers that the stream takes part "
+                    f"in, {', '.join(map(str, taken)) or 'of which there is none'}; got "
+                    f"{stream.full_layers}; leave the others out"
+                )
         return self
 
     def stream_spec(self, name: str) -> StreamSpec:
@@ -283,6 +301,19 @@ class GemSpec(Contract):
             its own settings, or those of every stream.
         """
         return self.streams.get(name, self.stream)
+
+    def layer_stream_spec(self, name: str, index: int) -> StreamSpec:
+        """Return the settings of a stream in one layer.
+
+        Args:
+            name: the stream's name in the schema.
+            index: which layer.
+
+        Returns:
+            its settings, with the pattern "full" where the layer is one of its full layers.
+        """
+        own = self.stream_spec(name)
+        return own.model_copy(update={"pattern": "full"}) if index in own.full_layers else own
 
 
 class DinSpec(Contract):

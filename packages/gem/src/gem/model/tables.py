@@ -7,10 +7,13 @@ out: the tables themselves (`gem_embeddings.tables`) and their optimizer.
 from collections.abc import Iterable, Mapping
 from typing import cast
 
+import torch
+
 from gem.data.batch import ExampleBatch, StreamBatch
 from gem.data.schema import BatchSchema, IdInput, StreamInput
 from gem.model.spec import EmbeddingSpec
 from gem_embeddings.contract import IdSpace, LookupSpec, Pooling, TableSpec
+from gem_embeddings.initial import fill_initial
 from gem_embeddings.tables import EmbeddingTables
 from gem_jagged.batch import Jagged
 from gem_opkit.errors import ConfigError, DataError, UnsupportedError, refusal
@@ -29,22 +32,21 @@ def event_feature(stream: str, field: str) -> str:
     return f"{stream}.{field}"
 
 
-def build_tables(
+def table_specs(
     spec: EmbeddingSpec, schema: BatchSchema, streams: Iterable[StreamInput]
-) -> EmbeddingTables:
-    """Make one table for each table name of the schema, and one lookup for each input.
+) -> tuple[list[TableSpec], list[LookupSpec]]:
+    """Describe the tables of a schema, and who looks them up.
 
     Args:
-        spec: width, initial values and policies of the tables.
-        schema: the non-sequence inputs.
-        streams: the event streams that the model reads.
+        spec: as for `build_tables`.
+        schema: as for `build_tables`.
+        streams: as for `build_tables`.
 
     Returns:
-        the tables; multi-valued inputs are pooled, single ones and events are not.
+        one table for each table name, and one lookup for each input.
 
     Raises:
-        ConfigError: inputs of one table disagree about its rows or its id space.
-        UnsupportedError: a stream field with several ids an event.
+        ConfigError, UnsupportedError: as `build_tables`.
     """
     owners: dict[str, IdInput] = {}
     lookups: list[LookupSpec] = []
@@ -79,20 +81,55 @@ def build_tables(
                     )
                 )
             add(event_feature(stream.name, source.name), source, "none")
-    return EmbeddingTables(
-        tables=[
-            TableSpec(
-                name=table,
-                embedding_dim=spec.embedding_dim,
-                num_embeddings=owner.num_embeddings,
-                id_space=cast(IdSpace, owner.id_space),  # the schema admits no other
-                out_of_range=spec.out_of_range,
-                init_std=spec.init_std,
-            )
-            for table, owner in owners.items()
-        ],
-        lookups=lookups,
-    )
+    tables = [
+        TableSpec(
+            name=table,
+            embedding_dim=spec.embedding_dim,
+            num_embeddings=owner.num_embeddings,
+            id_space=cast(IdSpace, owner.id_space),  # the schema admits no other
+            out_of_range=spec.out_of_range,
+            init_std=spec.init_std,
+        )
+        for table, owner in owners.items()
+    ]
+    return tables, lookups
+
+
+def build_tables(
+    spec: EmbeddingSpec, schema: BatchSchema, streams: Iterable[StreamInput]
+) -> EmbeddingTables:
+    """Make one table for each table name of the schema, and one lookup for each input.
+
+    Args:
+        spec: width, initial values and policies of the tables.
+        schema: the non-sequence inputs.
+        streams: the event streams that the model reads.
+
+    Returns:
+        the tables; multi-valued inputs are pooled, single ones and events are not. Where rows are
+        drawn by their place they lie on the meta device until `draw_by_place` is called, and
+        nothing has been drawn for them.
+
+    Raises:
+        ConfigError: inputs of one table disagree about its rows or its id space.
+        UnsupportedError: a stream field with several ids an event.
+    """
+    tables, lookups = table_specs(spec, schema, streams)
+    device = torch.device("meta") if spec.initial_rows == "by_place" else None
+    return EmbeddingTables(tables=tables, lookups=lookups, device=device)
+
+
+def draw_by_place(tables: EmbeddingTables, seed: int) -> None:
+    """Give tables that lie on the meta device rows on the default device, as an engine draws them.
+
+    Args:
+        tables: from `build_tables`.
+        seed: of the rows.
+    """
+    tables.to_empty(device=torch.get_default_device())
+    tables.out_of_range.zero_()
+    for spec, weight_RE in zip(tables.specs, tables.table_parameters(), strict=True):
+        fill_initial(weight_RE, spec, seed=seed)
 
 
 def batch_streams(batch: ExampleBatch, read: Iterable[StreamInput]) -> dict[str, StreamBatch]:

@@ -238,7 +238,8 @@ class EventTokens(nn.Module):
             parts.append(self.columns(numbers_TD))
         if self.gap_buckets:
             parts.append(gap_basis(gap_seconds_T, self.gap_buckets))
-        return self.dropout(self.mix(torch.cat(parts, dim=-1)))
+        joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        return self.dropout(self.mix(joined))
 
 
 def latest_events(stream: StreamBatch, max_events: int | None) -> StreamBatch:

@@ -6,9 +6,11 @@ checkpoint is worth is decided by the manifest: it lists each file with its size
 has one of its own. A folder that was cut short, or copied only in part, is never chosen; a file
 whose content has changed is refused when it is loaded.
 
-Every tensor is stored under a name of its own, whole: ``model/<name>``, ``<optimizer>/<parameter>/
-<key>``, ``ema/<name>``, ``metrics/<block>``, ``histories/<stream>``, ``rng/<rank>``. So
-a run can be continued on another number of ranks; only the random numbers (dropout) then differ.
+Every tensor is stored under the name that it has in a single process: ``model/<name>``,
+``<optimizer>/<parameter>/<key>``, ``ema/<name>``, ``metrics/<block>``, ``histories/<stream>``,
+``rng/<rank>``. Sharded ones are stored in pieces, which are read as any other plan needs them. So a
+run can be continued on another number of ranks and under another plan; only the random numbers
+(dropout) then differ.
 """
 
 import json
@@ -31,9 +33,20 @@ from gem.config import RunConfig
 from gem.contract_faults import explain
 from gem.train.checkpoint_faults import damage_named
 from gem.train.checkpoint_manifest import check_content, is_complete, read_manifest
+from gem.train.checkpoint_tensors import (
+    engine_of,
+    load_optimizer,
+    model_tensors,
+    optimizer_tensors,
+    room_for,
+    table_steps,
+    table_tensors,
+    take_over,
+)
 from gem.train.history_counts import HistoryCounts
 from gem.train.loop_state import LoopState
 from gem.train.metrics import MetricBlock, MetricStream
+from gem.train.rank_group import RankGroup
 from gem.train.spec import RESUMABLE_KEYS
 from gem_opkit.errors import ConfigError, DataError, refusal
 from gem_parallel.launch import World
@@ -61,6 +74,8 @@ class TrainState:
         counters: sums that the summary needs, such as FLOPs counted so far.
         histories: lengths of the histories that were trained on.
         loop: what the loop decides by.
+        sharded: whether ranks hold different parts of weights or tables, so that each of them has
+            to write and read.
     """
 
     model: nn.Module
@@ -72,6 +87,7 @@ class TrainState:
     counters: dict[str, float] = field(default_factory=dict)
     histories: HistoryCounts = field(default_factory=lambda: HistoryCounts(()))
     loop: LoopState = field(default_factory=LoopState)
+    sharded: bool = False
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:
@@ -229,24 +245,32 @@ def load_checkpoint(folder: Path, state: TrainState, world: World) -> None:
     """
     manifest = read_manifest(folder)
     check_content(folder, manifest, world)
-    with damage_named(folder):
-        stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    _check_names(stored, state)
-    tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in stored.items()
-        if isinstance(entry, TensorStorageMetadata)
-        and (not name.startswith("rng/") or name.startswith(f"rng/{world.rank}/"))
-    }
-    with single_process_is_meant(), damage_named(folder):
-        dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=world.size == 1)
-    state.model.load_state_dict(_under(tensors, "model/"))
-    for name, average in _under(tensors, "ema/").items():
-        state.ema[name].copy_(average)
-    for name, optimizer in state.optimizers.items():
-        _load_optimizer(
-            optimizer, state.model, _under(tensors, f"{name}/"), manifest["scalars"].get(name, {})
-        )
+    ranks = RankGroup(world)
+    own = model_tensors(state.model)
+    own |= {f"ema/{name}": value for name, value in state.ema.items()}
+    rows = table_tensors(state.model)
+    tensors: dict[str, Tensor] = {}
+    with ranks.together("read its part of the checkpoint"):
+        with damage_named(folder):
+            stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        parts = ranks.gather(_shapes(own)) if state.sharded else [_shapes(own)]
+        _check_names(stored, set().union(*parts))
+        tensors |= _room(stored, own, rows, state, world)
+        with single_process_is_meant(), damage_named(folder):
+            # Each rank reads alone: a fault of one must not leave others waiting within torch.
+            dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+    for name, live in {**own, **rows}.items():
+        if name in tensors:
+            take_over(live, tensors[name])
+    names = {id(p): name for name, p in state.model.named_parameters()}
+    for kind, optimizer in state.optimizers.items():
+        scalars = manifest["scalars"].get(kind, {})
+        load_optimizer(optimizer, names, _under(tensors, f"{kind}/"), scalars)
+    engine = engine_of(state.model)
+    if engine is not None:
+        engine.load_table_state(engine.table_state())
+        steps = [int(tensors[name]) for name in table_steps(state.model) if name in tensors]
+        engine.step = max(steps, default=0)
     blocks = {k: v.numpy() for k, v in _under(tensors, "metrics/").items()}
     state.metrics.load_state(blocks, keep_current=world.is_first)
     state.step, state.examples = manifest["step"], manifest["examples"]
@@ -265,6 +289,32 @@ def load_checkpoint(folder: Path, state: TrainState, world: World) -> None:
         torch.set_rng_state(random["cpu"])
     if "cuda" in random and world.device.type == "cuda":
         torch.cuda.set_rng_state(random["cuda"], world.device)
+
+
+def _room(
+    stored: Mapping[str, Any],
+    own: Mapping[str, Tensor],
+    rows: Mapping[str, Tensor],
+    state: TrainState,
+    world: World,
+) -> dict[str, Tensor]:
+    """Memory for everything that this rank needs of what is stored."""
+    parameters = dict(state.model.named_parameters())
+    steps = table_steps(state.model)
+    tensors: dict[str, Tensor] = {}
+    for name, entry in stored.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            continue
+        kind, _, rest = name.partition("/")
+        live = own.get(name, rows.get(name))
+        if live is None and kind in state.optimizers:
+            live = parameters.get(rest.rpartition("/")[0])
+        elsewhere = kind in ("model", "ema", "tables") or kind in state.optimizers
+        of_another = kind == "rng" and not name.startswith(f"rng/{world.rank}/")
+        if of_another or (live is None and elsewhere and name not in steps):
+            continue
+        tensors[name] = room_for(live, entry.size, entry.properties.dtype)
+    return tensors
 
 
 @contextmanager
@@ -295,59 +345,26 @@ def collect(
     Raises:
         DataError: the model's state holds something that is no tensor.
     """
-    tensors: dict[str, Tensor] = {}
-    scalars: dict[str, dict[str, float]] = {}
-    for name, value in state.model.state_dict().items():
-        if not isinstance(value, Tensor):
-            raise DataError(
-                refusal(
-                    "checkpoint",
-                    f"model state {name}",
-                    must="be a tensor",
-                    got=type(value).__name__,
-                    fix="register it as a buffer",
-                )
-            )
-        tensors[f"model/{name}"] = value
+    tensors = model_tensors(state.model)
     tensors |= {f"ema/{name}": value for name, value in state.ema.items()}
+    scalars: dict[str, dict[str, float]] = {}
     names = {id(p): name for name, p in state.model.named_parameters()}
     for kind, optimizer in state.optimizers.items():
-        scalars[kind] = {}
-        for parameter, entries in optimizer.state.items():
-            for key, value in entries.items():
-                place = f"{names[id(parameter)]}/{key}"
-                if isinstance(value, Tensor):
-                    tensors[f"{kind}/{place}"] = value
-                else:
-                    scalars[kind][place] = value
+        found, scalars[kind] = optimizer_tensors(kind, optimizer, names)
+        tensors |= found
+    tensors |= {**table_tensors(state.model), **table_steps(state.model)}
     tensors |= {f"histories/{name}": value for name, value in state.histories.tensors().items()}
     for name, data in state.metrics.state(current).items():
         tensors[f"metrics/{name}"] = torch.from_numpy(data.copy())
     return tensors, scalars
 
 
-def _load_optimizer(
-    optimizer: torch.optim.Optimizer,
-    model: nn.Module,
-    tensors: Mapping[str, Tensor],
-    scalars: Mapping[str, float],
-) -> None:
-    names = {id(p): name for name, p in model.named_parameters()}
-    ordered = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
-    index = {name: i for i, name in enumerate(ordered)}
-    entries: dict[int, dict[str, Any]] = {}
-    for place, value in {**tensors, **scalars}.items():
-        parameter, _, key = place.rpartition("/")
-        entries.setdefault(index[parameter], {})[key] = value
-    # The groups stay those of this run: the config is equal, and rates follow from the step.
-    optimizer.load_state_dict({**optimizer.state_dict(), "state": entries})
+def _shapes(tensors: Mapping[str, Tensor]) -> set[tuple[str, tuple[int, ...]]]:
+    return {(name, tuple(value.shape)) for name, value in tensors.items()}
 
 
-def _check_names(stored: Mapping[str, Any], state: TrainState) -> None:
+def _check_names(stored: Mapping[str, Any], wanted: set[tuple[str, tuple[int, ...]]]) -> None:
     """The stored model and averages must be those of this model, by name and shape."""
-    own = {f"model/{name}": value for name, value in state.model.state_dict().items()}
-    own |= {f"ema/{name}": value for name, value in state.ema.items()}
-    wanted = {(name, tuple(value.shape)) for name, value in own.items()}
     there = {
         (name, tuple(getattr(entry, "size", ())))
         for name, entry in stored.items()

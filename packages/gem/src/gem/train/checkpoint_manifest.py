@@ -34,24 +34,24 @@ class DamagedCheckpoint(DataError):
     """A checkpoint does not hold what was written. One before it may."""
 
 
-def checksums(folder: Path, world: World) -> dict[str, dict[str, int]]:
-    """Size and CRC-32 of every file of a checkpoint. Every rank has to call this.
+def checksums(folder: Path) -> dict[str, dict[str, int]]:
+    """Size and CRC-32 of every file of a checkpoint that one process has written.
 
     Args:
         folder: holds the files, and no manifest yet.
-        world: the ranks; each reads its share of the files.
 
     Returns:
-        path within the folder -> ``{"bytes": ..., "crc32": ...}``, the same on every rank.
+        path within the folder -> ``{"bytes": ..., "crc32": ...}``.
+
+    Raises:
+        OSError: a file cannot be read.
 
     Cost: every file is read once, mostly from the page cache, at about 1 GB/s.
     """
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    # Before ranks meet: after that the first one renames the folder.
-    sizes = [path.stat().st_size for path in paths]
     return {
-        str(path.relative_to(folder)): {"bytes": size, "crc32": crc32}
-        for path, size, crc32 in zip(paths, sizes, _shared_out(paths, world), strict=True)
+        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "crc32": _crc32_of(path)}
+        for path in paths
     }
 
 
@@ -92,19 +92,27 @@ def _changed(path: Path, written: int, found: int) -> DataError:
 def _shared_out(paths: Sequence[Path], world: World) -> list[int]:
     """Checksums of some files, each computed by one rank."""
     sums = torch.zeros(len(paths), dtype=torch.int64, device=world.device)
-    for place in range(world.rank, len(paths), world.size):
+    for place in _share(len(paths), world):
         sums[place] = _crc32(paths[place])
     return all_reduce_sum(sums, world).tolist()
 
 
+def _share(files: int, world: World) -> range:
+    return range(world.rank, files, world.size)
+
+
 def _crc32(path: Path) -> int:
-    value = 0
     try:
-        with path.open("rb") as file:
-            while chunk := file.read(_CHUNK_BYTES):
-                value = zlib.crc32(chunk, value)
+        return _crc32_of(path)
     except OSError:  # told once all ranks know; alone, this one would leave the others waiting
         return _UNREADABLE
+
+
+def _crc32_of(path: Path) -> int:
+    value = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            value = zlib.crc32(chunk, value)
     return value
 
 

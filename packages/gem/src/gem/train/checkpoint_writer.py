@@ -1,13 +1,12 @@
 """Checkpoints are written while training goes on, from a copy of the state in memory.
 
-    take_snapshot   every rank, between two steps: a copy of everything, on the first rank
-    write_snapshot  the first rank, at leisure: files, checksums, manifest, rename, old ones removed
+    take_snapshot   every rank, between two steps: a copy of what it is to write
+    write_snapshot  at leisure: files, checksums, manifest, rename, old ones removed
 
-Every rank has a copy of everything but its random numbers, so the first one writes it all, and no
-rank talks to another meanwhile: a write cannot get in the way of the collectives of training. Only
-one is under way at a time; the next one waits for it.
-
-Left out: sharded states, which need every rank to write its part.
+Where every rank has a copy of everything but its random numbers, the first one writes it all, and
+no rank talks to another meanwhile. Of a sharded state every rank writes what it holds, and they
+talk over a process group of their own. So a write cannot get in the way of the collectives of
+training. Only one is under way at a time; the next one waits for it.
 """
 
 import contextlib
@@ -16,6 +15,7 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -37,7 +37,11 @@ from gem.train.checkpoint import (
 )
 from gem.train.checkpoint_faults import disk_faults_named
 from gem.train.checkpoint_manifest import FORMAT, checksums, is_complete, write_manifest
+from gem.train.checkpoint_tensors import copied
 from gem.train.metrics import MetricBlock
+from gem.train.rank_group import RankGroup
+from gem_embeddings.agreement import Agreement
+from gem_embeddings.checkpoint_write import write_agreed
 from gem_opkit.errors import DataError, refusal
 from gem_parallel.collectives import all_gather_rows, all_reduce_sum
 from gem_parallel.launch import World
@@ -51,7 +55,8 @@ class Snapshot:
 
     Attributes:
         step: steps done.
-        tensors: name -> tensor in host memory, which nothing else writes to.
+        tensors: name -> tensor in host memory, which nothing else writes to; of a sharded one what
+            this rank holds.
         facts: what the manifest says, but for the files.
     """
 
@@ -80,24 +85,29 @@ def take_snapshot(
         copy: whether the state may change before the snapshot is written.
 
     Returns:
-        The snapshot, or None on all ranks but the first.
+        The snapshot; None on ranks that have nothing to write, which are all but the first one
+        unless the state is sharded.
 
-    Cost: with ``copy`` the host holds everything that the checkpoint does once more.
+    Cost: with ``copy`` the host holds everything that this rank writes once more; of what is
+    sharded it always does.
     """
     random = {"cpu": torch.get_rng_state()}
     if world.device.type == "cuda":
         random["cuda"] = torch.cuda.get_rng_state(world.device)
-    gathered = {
-        kind: all_gather_rows(own[None].to(world.device), world).cpu()
-        for kind, own in random.items()
-    }
-    if not world.is_first:
-        return None
+    numbers = {f"rng/{world.rank}/{kind}": own for kind, own in random.items()}
+    if not state.sharded:
+        gathered = {
+            kind: all_gather_rows(own[None].to(world.device), world).cpu()
+            for kind, own in random.items()
+        }
+        if not world.is_first:
+            return None
+        for kind, states in gathered.items():
+            numbers |= {f"rng/{rank}/{kind}": own.clone() for rank, own in enumerate(states)}
     tensors, scalars = collect(state, current)
-    host = torch.device("cpu")
-    tensors = {name: value.detach().to(host, copy=copy) for name, value in tensors.items()}
-    for kind, states in gathered.items():
-        tensors |= {f"rng/{rank}/{kind}": own.clone() for rank, own in enumerate(states)}
+    tensors = {name: copied(value, copy=copy) for name, value in tensors.items()} | numbers
+    if state.sharded:
+        scalars = _joined(RankGroup(world).gather(scalars))
     facts = {
         "format": FORMAT,
         "step": state.step,
@@ -113,16 +123,32 @@ def take_snapshot(
     return Snapshot(state.step, tensors, facts)
 
 
+def _joined(parts: Sequence[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """Numbers of the optimizers of all ranks, of which some have parameters of their own."""
+    whole: dict[str, dict[str, float]] = {}
+    for part in parts:
+        for kind, numbers in part.items():
+            whole.setdefault(kind, {}).update(numbers)
+    return whole
+
+
 def write_snapshot(
-    checkpoints: Path, snapshot: Snapshot, *, keep: int, best: int | None = None
+    checkpoints: Path,
+    snapshot: Snapshot,
+    *,
+    keep: int,
+    best: int | None = None,
+    ranks: RankGroup | None = None,
 ) -> Path:
-    """Write a checkpoint and remove the oldest ones. One process does.
+    """Write a checkpoint and remove the oldest ones.
 
     Args:
         checkpoints: the run's folder of checkpoints.
         snapshot: what to write.
         keep: newest checkpoints that stay.
         best: step of one that stays whatever its age.
+        ranks: those that each write a part, and all call this; None for one process that writes
+            all.
 
     Returns:
         Folder of the checkpoint.
@@ -130,24 +156,54 @@ def write_snapshot(
     Raises:
         DataError: the disk refused; what was there before is whole.
     """
+    ranks = RankGroup(World()) if ranks is None else ranks
     target = step_folder(checkpoints, snapshot.step)
     partial = checkpoints / f"{PARTIAL}{target.name}"
-    for old in checkpoints.glob(f"{PARTIAL}*"):
-        shutil.rmtree(old)
-    with disk_faults_named(partial):
-        partial.mkdir(parents=True)
-        dcp.save(snapshot.tensors, storage_writer=dcp.FileSystemWriter(partial), no_dist=True)
-        files = checksums(partial, World())
-        write_manifest(partial, {**snapshot.facts, "files": files})
-        _settle(partial)
-        # Left there incomplete by a copy, or of the same step before it was evaluated.
-        if target.exists():
-            before = target.with_name(f"{REPLACED}{target.name}")
-            if before.exists():
-                _remove(before)
-            target.rename(before)
-        partial.rename(target)
-        _settle(checkpoints)
+    with ranks.together("begin to write"), disk_faults_named(partial):
+        if ranks.world.is_first:
+            for old in checkpoints.glob(f"{PARTIAL}*"):
+                shutil.rmtree(old)
+            partial.mkdir(parents=True)
+    if ranks.world.size == 1:
+        with disk_faults_named(partial):
+            dcp.save(snapshot.tensors, storage_writer=dcp.FileSystemWriter(partial), no_dist=True)
+            files = checksums(partial)
+    else:
+        writing = Agreement(
+            ranks.world,
+            ranks.group,
+            "checkpoint",
+            str(partial.parent),
+            "take another checkpoint",
+            "free space there, then continue with --resume",
+        )
+        try:
+            files = write_agreed(snapshot.tensors, partial, writing)
+        except DataError:  # on every rank, and none of them writes any more
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+    with ranks.together("write the manifest"), disk_faults_named(partial):
+        if ranks.world.is_first:
+            write_manifest(partial, {**snapshot.facts, "files": files})
+            _settle(partial)
+            _put_in_place(partial, target)
+            _settle(checkpoints)
+    if ranks.world.is_first:
+        _remove_old(checkpoints, keep, best)
+    return target
+
+
+def _put_in_place(partial: Path, target: Path) -> None:
+    # Left there incomplete by a copy, or of the same step before it was evaluated.
+    if target.exists():
+        before = target.with_name(f"{REPLACED}{target.name}")
+        if before.exists():
+            _remove(before)
+        target.rename(before)
+    partial.rename(target)
+
+
+def _remove_old(checkpoints: Path, keep: int, best: int | None) -> None:
     whole: list[tuple[int, Path]] = []
     for step, one in sorted(step_folders(checkpoints)):
         if one.name.startswith(REPLACED) and is_complete(step_folder(checkpoints, step)):
@@ -157,7 +213,6 @@ def write_snapshot(
     for step, old in whole[:-keep]:
         if step != best:
             _remove(old)
-    return target
 
 
 def _remove(checkpoint: Path) -> None:
@@ -203,7 +258,8 @@ def save_checkpoint(
         DataError: the disk refused.
     """
     snapshot = take_snapshot(state, config, world, current=current, dataset=dataset, copy=False)
-    with CheckpointWriter(checkpoints, keep=keep, background=False) as writer:
+    ranks = RankGroup.of_its_own(world) if state.sharded else None
+    with CheckpointWriter(checkpoints, keep=keep, background=False, ranks=ranks) as writer:
         writer.write(snapshot)
         raise_on_all(writer.take_fault(), world)
     return step_folder(checkpoints, state.step)
@@ -219,13 +275,18 @@ class CheckpointWriter:
         checkpoints: the run's folder of checkpoints.
         keep: newest checkpoints that stay.
         background: write in a thread of its own; otherwise `write` returns when it is done.
+        ranks: those that each write a part, in a group of their own; None where the first rank
+            writes all.
 
     Attributes:
         longest_s: seconds that the slowest one took so far.
     """
 
-    def __init__(self, checkpoints: Path, *, keep: int, background: bool) -> None:
+    def __init__(
+        self, checkpoints: Path, *, keep: int, background: bool, ranks: RankGroup | None = None
+    ) -> None:
         self.longest_s = 0.0
+        self._ranks = ranks
         self._checkpoints, self._keep, self._background = checkpoints, keep, background
         self._thread: threading.Thread | None = None
         self._fault: BaseException | None = None
@@ -235,7 +296,7 @@ class CheckpointWriter:
         """Begin to write a checkpoint, once the one before it is done.
 
         Args:
-            snapshot: what to write; None on all ranks but the first, where nothing is done.
+            snapshot: what to write; None on a rank that has nothing to write.
             best: step of a checkpoint that stays whatever its age.
         """
         self.wait()
@@ -270,7 +331,9 @@ class CheckpointWriter:
     def _write(self, snapshot: Snapshot, best: int | None) -> None:
         began = time.monotonic()
         try:
-            write_snapshot(self._checkpoints, snapshot, keep=self._keep, best=best)
+            write_snapshot(
+                self._checkpoints, snapshot, keep=self._keep, best=best, ranks=self._ranks
+            )
         except BaseException as fault:  # noqa: BLE001 - told in the loop, on every rank
             self._fault = fault
         self.longest_s = max(self.longest_s, time.monotonic() - began)

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import nn
 
 from gem import __version__
 from gem.train.clock import StepClock
@@ -169,18 +168,14 @@ def _data_facts(run: Run) -> dict[str, Any]:
 
 
 def _parameters(run: Run) -> dict[str, Any]:
-    tables = {id(p) for p in run.step.table_parameters}
-    parts = {name: _size(part, tables) for name, part in run.step.model.named_children()}
-    own = sum(p.numel() for p in run.step.model.parameters(recurse=False) if id(p) not in tables)
+    parts = {name: 0 for name, _ in run.step.model.named_children()} | {"own": 0}
+    for name, size in run.step.sizes.items():
+        parts[name.partition(".")[0] if "." in name else "own"] += size
     return {
-        "dense": sum(p.numel() for p in run.step.dense.values()),
-        "tables": sum(p.numel() for p in run.step.table_parameters),
-        "dense_by_part": {n: c for n, c in {**parts, "own": own}.items() if c},
+        "dense": sum(run.step.sizes.values()),
+        "tables": sum(spec.num_embeddings * spec.embedding_dim for spec in run.step.lookups.specs),
+        "dense_by_part": {n: c for n, c in parts.items() if c},
     }
-
-
-def _size(part: nn.Module, tables: set[int]) -> int:
-    return sum(p.numel() for p in part.parameters() if id(p) not in tables)
 
 
 def _timing(clock: StepClock) -> dict[str, Any]:

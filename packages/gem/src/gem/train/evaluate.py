@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gem.data.batch import ExampleBatch
 from gem.data.schema import BatchSchema
+from gem.train.local_tensors import put_parameters_back
 from gem.train.metrics import MetricBlock
 from gem.train.step import probabilities
 from gem_parallel.collectives import all_gather_rows
@@ -100,6 +101,7 @@ def evaluate(
         if hook is not None:
             hook.remove()
         model.train(training)
+        put_parameters_back(model)
     return merge_ranks(block, world)
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gem.data.batch import ExampleBatch
+from gem.train.local_tensors import local_parts
 from gem.train.loop_state import LoopState
 from gem.train.spec import GuardSpec
 from gem.train.whole_file import partial_of
@@ -150,7 +151,8 @@ def is_finite(loss: Tensor, parameters: Sequence[Tensor]) -> Tensor:
 
     Args:
         loss: a scalar.
-        parameters: with their gradients, dense or sparse over rows, or None.
+        parameters: with their gradients, dense or sparse over rows, or None. Of sharded ones it
+            looks at the part of this rank.
 
     Returns:
         A bool scalar on the device of the loss.
@@ -158,7 +160,7 @@ def is_finite(loss: Tensor, parameters: Sequence[Tensor]) -> Tensor:
     Numerics: looks at the largest absolute value of each gradient, which cannot overflow.
     Cost: reads every gradient once.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None]
+    gradients = local_parts(p.grad for p in parameters if p.grad is not None)
     values = [g._values() if g.is_sparse else g for g in gradients]
     return all_finite([loss, *values], largest=_LARGEST)
 

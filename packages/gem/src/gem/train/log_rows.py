@@ -49,6 +49,7 @@ class LogRows:
             run: after a step.
             bar: shows some of it.
         """
+        norm = run.pending[-1][2].grad_norm if run.pending else None
         flush(run)
         state, metrics = run.state, run.state.metrics
         counters = reduced_counters(state.counters, run.world, counter_names(state.model))
@@ -64,6 +65,7 @@ class LogRows:
             "examples": state.examples,
             "time_ms": int(times[min(seen, len(times)) - 1]),
             "loss": counters["loss"] / steps if steps else None,
+            "grad_norm": _number(norm),
             "lr": run.step.optimizers["dense"].param_groups[0]["lr"],
             "skipped_steps": state.loop.skipped_steps,
             "window": window,
@@ -95,6 +97,14 @@ class LogRows:
             _log.warning("%s", fault)
             mfu = None
         return {"model_tflops_per_s": done / elapsed / 1e12, "e2e_mfu": mfu}
+
+
+def _number(value: torch.Tensor | None) -> float | None:
+    """A scalar as JSON has it: null where it is not known or not finite."""
+    if value is None:
+        return None
+    number = float(value)
+    return number if math.isfinite(number) else None
 
 
 def row_is_due(run: Run) -> bool:

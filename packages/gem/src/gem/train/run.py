@@ -1,6 +1,7 @@
 """What the parts of a run share, and how it is set up: folder, data, model, checkpoint."""
 
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from gem.data.batch import ExampleBatch
 from gem.data.loader import Prefetcher
 from gem.data.prepare import default_folder, notice, provide
 from gem.data.reader import Reader, open_reader
-from gem.model.build import build_model
+from gem.model.build import build_model, model_tables
 from gem.train.checkpoint import (
     DAMAGED,
     TrainState,
@@ -34,11 +35,13 @@ from gem.train.loop_state import LoopState
 from gem.train.metrics import MetricBlock, MetricStream
 from gem.train.progress import Display
 from gem.train.run_folder import CHECKPOINTS
-from gem.train.spec import TrainSpec
-from gem.train.step import Scored, TrainStep
+from gem.train.spec import ParallelSpec, TrainSpec
+from gem.train.step import Scored, TrainStep, plan_of
+from gem.train.table_engine import shard_tables
 from gem.train.wandb_log import check_wandb
 from gem_opkit.errors import DataError, UnsupportedError, refusal
 from gem_parallel.collectives import all_reduce_sum, barrier
+from gem_parallel.contract import DENSE_AXES
 from gem_parallel.launch import World
 from gem_precision.contract import NumberFormat, PrecisionRecipe
 from gem_precision.layers import apply_recipe
@@ -190,7 +193,11 @@ def build_run(
         )
     schema = reader.schema
     torch.manual_seed(config.seed)
-    model = build_model(config.model, schema).to(world.device)
+    plan = plan_of(config, world)
+    own_rows = plan.tables_are_local
+    model = build_model(config.model, schema, seed=config.seed, with_rows=own_rows)
+    shard_tables(config, plan, model, schema, world)
+    model = model.to(world.device)
     # Ranks start from equal weights and then draw dropout masks of their own.
     torch.manual_seed((config.seed + 0x9E3779B97F4A7C15 * (world.rank + 1)) % 2**63)
     clock = StepClock(world.device)
@@ -200,16 +207,26 @@ def build_run(
     step = TrainStep(
         config, model, schema, world, total_steps=total_steps, clock=clock, guard=guard
     )
-    dense = sum(p.numel() for p in step.dense.values())
-    rows = sum(p.numel() for p in step.table_parameters)
+    dense = sum(step.sizes.values())
+    rows = sum(t.num_embeddings * t.embedding_dim for t in model_tables(model)[0])
     display.stage(
         f"build model {config.model.kind}: {dense:,} dense parameters, {rows:,} in tables, "
         f"{len(schema.ids) + len(schema.numbers)} inputs, "
         f"{len(schema.streams)} stream{'' if len(schema.streams) == 1 else 's'}"
     )
+    if world.size > 1 or config.parallel is not None:
+        display.stage(f"plan: {_told(plan, step)}")
     window = MetricStream(schema.labels, schema.domains, spec.window_steps // spec.log_every_steps)
     histories = HistoryCounts(schema.streams)
-    state = TrainState(model, step.optimizers, step.ema, window, histories=histories, loop=loop)
+    state = TrainState(
+        model,
+        step.optimizers,
+        step.ema,
+        window,
+        histories=histories,
+        loop=loop,
+        sharded=world.size > 1 and (plan.shard * plan.expert > 1 or not own_rows),
+    )
     return Run(
         config,
         folder,
@@ -224,12 +241,22 @@ def build_run(
     )
 
 
+def _told(plan: ParallelSpec, step: TrainStep) -> str:
+    """A plan in one line, with the way in which tables are cut."""
+    dense = ", ".join(f"{axis} {getattr(plan, axis)}" for axis in DENSE_AXES)
+    if step.engine is None:
+        return f"{dense}; every rank holds all tables"
+    cuts = Counter(placement.sharding for placement in step.engine.plan.placements)
+    cut = ", ".join(f"{count} {sharding}" for sharding, count in sorted(cuts.items()))
+    fully = ", fully sharded" if plan.fully_sharded_tables else ""
+    return f"{dense}; tables in {plan.table_shard} parts x {plan.table_replicate}{fully} ({cut})"
+
+
 def _check_built(config: RunConfig, world: World) -> None:
     """Refuse what is not built or not there, by the names of the recipe's keys."""
     if config.train.wandb is not None:
         check_wandb()
-    if config.parallel is not None:
-        check_built(config.parallel.model_dump())
+    check_built(plan_of(config, world))
     kinds = config.precision.layer_formats
     keys: dict[str, NumberFormat] = {"default": config.precision.default}
     keys |= {f"layer_formats.{kind}": wanted for kind, wanted in kinds.items()}

@@ -5,12 +5,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from gem.config import RunConfig
 from gem.train.checkpoint import check_continues, latest_complete, load_checkpoint, read_manifest
 from gem.train.progress import Display
 from gem.train.run import Run, build_run, torch_settings
 from gem.train.run_folder import CHECKPOINTS, CONFIG_FILE, read_run_config
-from gem_opkit.errors import DataError, refusal
-from gem_parallel.launch import process_group
+from gem.train.step import plan_of
+from gem_opkit.errors import ConfigError, DataError, refusal
+from gem_parallel.launch import World, process_group
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,15 @@ class SavedRun:
         """Whether the run had taken its last step, or its evaluations had ended it."""
         state = self.run.state
         return state.step >= self.run.total_steps or state.loop.stopped_early
+
+
+def _fitting(config: RunConfig, world: World) -> RunConfig:
+    """The run under its own plan, or on another number of ranks with copies of everything."""
+    try:
+        plan_of(config, world)
+    except ConfigError:
+        return config.model_copy(update={"parallel": None})
+    return config
 
 
 @contextmanager
@@ -69,7 +80,7 @@ def saved_run(
                 )
             )
         manifest = read_manifest(checkpoint)
-        run = build_run(config, folder, world, display, data_root)
+        run = build_run(_fitting(config, world), folder, world, display, data_root)
         check_continues(manifest, config, run.dataset)
         load_checkpoint(checkpoint, run.state, world)
         saved = SavedRun(run, checkpoint)

@@ -4,6 +4,8 @@ from typing import cast
 
 import torch
 
+from gem.model.sharded_tables import ShardedTables
+from gem.train.checkpoint_tensors import table_tensors
 from gem.train.checkpoint_writer import (
     CheckpointWriter,
     not_written,
@@ -13,10 +15,13 @@ from gem.train.checkpoint_writer import (
 from gem.train.diagnostics import Diagnostics
 from gem.train.evaluate import merge_ranks
 from gem.train.guard import all_finite
+from gem.train.local_tensors import local_parts
 from gem.train.log_rows import flush
+from gem.train.rank_group import RankGroup
 from gem.train.run import Run, agree, reduced_counters
 from gem.train.run_folder import CHECKPOINTS
 from gem.train.table_counts import counter_names
+from gem_embeddings.pieces import local_pieces
 from gem_embeddings.tables import EmbeddingTables
 from gem_opkit.errors import DataError, refusal
 from gem_parallel.collectives import all_reduce_sum
@@ -41,6 +46,7 @@ class Saver:
             run.folder / CHECKPOINTS,
             keep=run.spec.keep_checkpoints,
             background=run.spec.checkpoint_async,
+            ranks=RankGroup.of_its_own(run.world) if run.state.sharded else None,
         )
         self._tell_time(run)
 
@@ -129,6 +135,9 @@ class Saver:
         """
         if run.spec.checkpoint_failure == "stop" or not isinstance(fault, Exception | None):
             raise fault if fault is not None else not_written()
+        # Where all ranks write, one may not have come to the end of its part.
+        self._writer.wait()
+        self._writer.take_fault()
         self._saved = None
         run.display.stage(f"warning: no checkpoint this time, training goes on: {fault}")
 
@@ -142,29 +151,40 @@ def state_is_finite(run: Run) -> bool:
     Returns:
         The same on every rank.
     """
-    return bool(all_finite([value for values in _numbers(run).values() for value in values]))
+    own = bool(all_finite([value for values in _numbers(run).values() for value in values]))
+    return not agree(run.world, int(not own))[0] if run.state.sharded else own
 
 
 def _numbers(run: Run) -> dict[str, list[torch.Tensor]]:
+    """What must be finite, by kind: of this rank, where it is sharded."""
     entries = [e for o in run.step.optimizers.values() for e in o.state.values()]
+    rows: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+    for name, tensor in table_tensors(run.step.model).items():
+        rows[name.startswith("model/")] += [piece.values for piece in local_pieces(tensor)]
     # Optimizers keep their count of steps in host memory.
     device = run.world.device.type
     return {
-        "weights": [*run.step.model.parameters(), *run.step.ema.values()],
+        "weights": [
+            *local_parts([*run.step.model.parameters(), *run.step.ema.values()]),
+            *rows[True],
+        ],
         "optimizers": [
-            value
-            for entry in entries
-            for value in entry.values()
-            if isinstance(value, torch.Tensor)
-            and value.is_floating_point()
-            and value.device.type == device
+            *local_parts(
+                value
+                for entry in entries
+                for value in entry.values()
+                if isinstance(value, torch.Tensor)
+                and value.is_floating_point()
+                and value.device.type == device
+            ),
+            *rows[False],
         ],
     }
 
 
 def _worthless(run: Run) -> DataError:
-    found = _numbers(run)
-    what = "optimizers" if all_finite(found["weights"]) else "weights"
+    wrong = int(not all_finite(_numbers(run)["weights"]))
+    what = "weights" if agree(run.world, wrong)[0] else "optimizers"
     return DataError(
         refusal(
             "gem train",
@@ -181,7 +201,9 @@ def _bytes_to_come(run: Run) -> int:
     found = _numbers(run)
     # Before the first step optimizers hold nothing. Adam will hold two numbers for a dense weight;
     # of tables the usual one holds a number a row.
-    tensors = [*found["weights"], *(found["optimizers"] or [*run.step.dense.values()] * 2)]
+    begun = any(o.state for o in run.step.optimizers.values())
+    dense = local_parts(run.step.dense.values())
+    tensors = [*found["weights"], *found["optimizers"], *([] if begun else dense * 2)]
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
@@ -195,4 +217,5 @@ def out_of_range(run: Run) -> torch.Tensor:
     Args:
         run: has the model.
     """
-    return cast(EmbeddingTables, run.state.model.get_submodule("tables")).out_of_range
+    tables = run.state.model.get_submodule("tables")
+    return cast(EmbeddingTables | ShardedTables, tables).out_of_range

@@ -1,13 +1,15 @@
-"""How a model is trained: the recipe's ``[train]`` section. Imports no torch."""
+"""How a model is trained: the recipe's ``[train]`` and ``[parallel]``. Imports no torch."""
 
 import math
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from gem_embeddings.contract import OptimizerSpec
+from gem_embeddings.contract import OptimizerSpec, Sharding
 from gem_opkit.contract import Contract
 from gem_opkit.errors import ConfigError, refusal
+from gem_parallel.contract import ParallelPlan
 
 
 class DenseOptimizerSpec(Contract):
@@ -221,10 +223,116 @@ class TrainSpec(Contract):
         return self
 
 
+class ParallelSpec(ParallelPlan):
+    """A plan of ranks, and how the tables of a run follow it: the recipe's ``[parallel]``.
+
+    Where neither ``table_shard`` nor ``table_replicate`` is given, every rank holds all tables;
+    where one of them is, the other follows from the product of the dense axes.
+    """
+
+    table_engine: Literal["local", "torch", "torchrec"] | None = Field(
+        default=None,
+        description="what holds the tables: local, every rank all of them; torch or torchrec, the "
+        "engine of that name; none: local where table_shard is 1 and they are not fully sharded, "
+        "else torch",
+    )
+    table_replicas: Literal["gradients", "weights"] = Field(
+        default="gradients",
+        description="what copies of a table part exchange after a step: the gradients of rows, "
+        "which gives what one process would learn; or all rows, of which the mean is kept",
+    )
+    table_memory_gib: float | None = Field(
+        default=None,
+        gt=0,
+        description="GiB of tables that a rank may hold between steps; none: no limit",
+    )
+    table_sharding: dict[str, tuple[Sharding, ...]] = Field(
+        default={}, description="table -> the ways in which it may be cut; others may take any"
+    )
+    follow_ranks: bool = Field(
+        default=False,
+        description="on another number of ranks than the plan is for, let replicate and "
+        "table_replicate follow it, instead of an error",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tables_follow(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping):
+            return given
+        axes = ("replicate", "shard", "expert", "table_shard", "table_replicate")
+        sizes: dict[str, Any] = {axis: given[axis] for axis in axes if axis in given}
+        if any(type(size) is not int or size < 1 for size in sizes.values()):
+            return given  # each has a message of its own
+        ranks = math.prod(sizes.get(axis, 1) for axis in axes[:3])
+        for axis, other in (("table_replicate", "table_shard"), ("table_shard", "table_replicate")):
+            if axis not in sizes and ranks % sizes.get(other, 1) == 0:
+                return {**given, axis: ranks // sizes.get(other, 1)}
+        return given
+
+    @model_validator(mode="after")
+    def _local_tables_are_whole(self) -> Self:
+        cut = "table_shard" if self.table_shard > 1 else "fully_sharded_tables"
+        if self.table_engine == "local" and (self.table_shard > 1 or self.fully_sharded_tables):
+            raise ConfigError(
+                refusal(
+                    "recipe",
+                    "parallel.table_engine",
+                    must=f"be an engine, as parallel.{cut} is {getattr(self, cut)}",
+                    got='"local", which keeps all tables on every rank',
+                    fix='leave it out, or take "torch"',
+                )
+            )
+        return self
+
+    @property
+    def tables_are_local(self) -> bool:
+        """Whether every rank holds all tables, without an engine."""
+        if self.table_engine is not None:
+            return self.table_engine == "local"
+        return self.table_shard == 1 and not self.fully_sharded_tables
+
+    def on_ranks(self, ranks: int) -> "ParallelSpec":
+        """The plan for a number of ranks.
+
+        Args:
+            ranks: that are there.
+
+        Returns:
+            This plan, or with ``follow_ranks`` one whose replicas fit them.
+
+        Raises:
+            ConfigError: the plan is for another number of ranks; names every factor.
+        """
+        if self.world_size == ranks or not self.follow_ranks:
+            self.check_world(ranks)
+            return self
+        for axes in (("shard", "expert"), ("table_shard",)):
+            kept = math.prod(getattr(self, axis) for axis in axes)
+            if ranks % kept:
+                named = " * ".join(f"{axis}={getattr(self, axis)}" for axis in axes)
+                raise ConfigError(
+                    refusal(
+                        "recipe",
+                        "parallel.follow_ranks",
+                        must=f"have a number of ranks that {named} divides",
+                        got=ranks,
+                        fix="start another number of ranks, or change the plan",
+                    )
+                )
+        return self.model_copy(
+            update={
+                "replicate": ranks // (self.shard * self.expert),
+                "table_replicate": ranks // self.table_shard,
+            }
+        )
+
+
 # Settings that may differ between a checkpoint and the run that continues it: they decide where a
 # run finds its data, how it is watched and kept, not what it computes. That the data is the same
 # is checked by its fingerprint. The guard is among them because a run that stopped on a faulty
-# batch is to go on without it.
+# batch is to go on without it; the plan of ranks because a checkpoint fits any plan, and the way of
+# drawing initial rows because it has been used by then. A table stands for all keys in it.
 RESUMABLE_KEYS = frozenset(
     {
         "description",
@@ -249,6 +357,8 @@ RESUMABLE_KEYS = frozenset(
         "train.wandb.project",
         "train.wandb.entity",
         "train.wandb.mode",
+        "model.embeddings.initial_rows",
+        "parallel",
     }
 )
 

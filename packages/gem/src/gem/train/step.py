@@ -8,32 +8,35 @@ the whole batch, so the sum of the ranks' gradients is the gradient of the whole
 uneven the slices.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.tensor import DTensor
 
 from gem.config import RunConfig
 from gem.data.batch import ExampleBatch
 from gem.data.names import nearest
 from gem.data.schema import BatchSchema
+from gem.model.build import dense_units, expert_mixtures
 from gem.model.heads import known_weight, multi_task_loss
+from gem.model.sharded_tables import ShardedTables
 from gem.model.structure import loss_weights
 from gem.train.clock import StepClock
 from gem.train.guard import Fault, Guard, is_finite
+from gem.train.local_tensors import local_part, local_parts, put_parameters_back
 from gem.train.micro_batches import micro_batches
-from gem.train.spec import TrainSpec, schedule_factor
-from gem_embeddings.counters import Mark
+from gem.train.spec import ParallelSpec, TrainSpec, schedule_factor
+from gem.train.table_engine import shard_tables
 from gem_embeddings.optimizer import merge_sparse_gradients, table_optimizer
 from gem_embeddings.tables import EmbeddingTables
 from gem_opkit.errors import ConfigError, refusal
 from gem_parallel.collectives import all_reduce_sum
-from gem_parallel.contract import ParallelPlan
-from gem_parallel.dense import data_parallel
+from gem_parallel.dense import parallelise
 from gem_parallel.launch import World
 from gem_precision.layers import apply_recipe
 
@@ -47,12 +50,15 @@ class Scored:
         loss: this rank's share of the batch's training loss, a scalar; the shares add up.
         finite: whether that and this rank's gradients are finite, a bool scalar.
         fault: why the weights were left as they were; None where they moved.
+        grad_norm: L2 norm of the gradient of all dense weights over all ranks, before it was
+            clipped, a scalar; None where nobody needs it.
     """
 
     p_BA: Tensor
     loss: Tensor
     finite: Tensor
     fault: Fault | None = None
+    grad_norm: Tensor | None = None
 
 
 class TrainStep:
@@ -89,12 +95,30 @@ class TrainStep:
         self.total_steps = total_steps
         self.task_weights = loss_weights(config.model, schema)
         self.precision = apply_recipe(config.precision, world.device.type)
-        self.lookups = lookups = cast(EmbeddingTables, model.get_submodule("tables"))
+        self.plan = plan_of(config, world)
+        shard_tables(config, self.plan, model, schema, world)
+        self.lookups = lookups = cast(
+            EmbeddingTables | ShardedTables, model.get_submodule("tables")
+        )
+        self.engine = lookups.engine if isinstance(lookups, ShardedTables) else None
         self.table_parameters = lookups.table_parameters()
         tables = {id(p) for p in self.table_parameters}
+        # Of the whole model: afterwards a rank may have a part of the experts.
+        self.sizes = {n: p.numel() for n, p in model.named_parameters() if id(p) not in tables}
+        self.parallel = parallelise(
+            model,
+            self.plan,
+            world,
+            units=dense_units(model),
+            experts=expert_mixtures(model),
+            ignored=self.table_parameters,
+        )
+        self.wrapped = self.parallel.module
+        # Of heads, whose logits are a view. Nothing here writes into what a module gives back.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
         self.dense = {n: p for n, p in model.named_parameters() if id(p) not in tables}
         self.optimizers: dict[str, torch.optim.Optimizer] = {
-            "dense": dense_optimizer(self.spec, self.dense)
+            "dense": dense_optimizer(self.spec, self.dense, names=self.sizes)
         }
         if self.table_parameters:
             self.optimizers["tables"] = table_optimizer(self.table_parameters, self.spec.tables)
@@ -102,11 +126,10 @@ class TrainStep:
             name: [group["lr"] for group in optimizer.param_groups]
             for name, optimizer in self.optimizers.items()
         }
-        plan = config.parallel or ParallelPlan.data_parallel(world.size)
-        self.wrapped = data_parallel(model, plan, world, ignored=self.table_parameters)
         self.ema: dict[str, Tensor] = {}
         if self.spec.ema_decay is not None:
             self.ema = {name: p.detach().clone() for name, p in self.dense.items()}
+        self._table_lr = self.spec.tables.lr
         # Lookups run inside the model's forward pass; their time is booked under the tables. Those
         # of an evaluation are no time of training.
         lookups.register_forward_pre_hook(lambda module, *_: _mark(clock, module, "tables"))
@@ -129,17 +152,21 @@ class TrainStep:
             merge_sparse_gradients(self.table_parameters, self.world)
         self.clock.mark("optimizer")
         finite = is_finite(loss, [*self.dense.values(), *self.table_parameters])
+        if self.engine is not None:
+            finite = finite & self.engine.held_finite()
         p_BA = probabilities(logits)
         if self.guard is not None and before is not None:
             fault = self.guard.judge(loss, finite)
             if fault is not None:
                 if fault.stops:
                     self._restore(*before)
+                if self.engine is not None:
+                    self.engine.discard()
                 self.clock.mark("other")
                 return Scored(p_BA, loss, finite, fault)
-        self._update(step)
+        grad_norm = self._update(step)
         self.clock.mark("other")
-        return Scored(p_BA, loss, finite)
+        return Scored(p_BA, loss, finite, grad_norm=grad_norm)
 
     def _gradients(self, batch: ExampleBatch) -> tuple[Tensor, Tensor]:
         """Logits and loss of a batch, run in parts whose gradients add up."""
@@ -152,7 +179,8 @@ class TrainStep:
         parts = self.spec.accumulation_parts
         for place, part in enumerate(micro_batches(batch, parts), start=1):
             self.clock.mark("forward")
-            with self._ranks_apart(place < parts):
+            # Ranks exchange gradients in the last part alone: they hold the sum by then.
+            with self.parallel.no_sync() if place < parts else nullcontext():
                 with self.precision():
                     logits_BA = self.wrapped(part)
                 # Divided by the weights of the whole batch: the parts' losses add up to its loss.
@@ -166,32 +194,33 @@ class TrainStep:
             return logits[0], losses[0]
         return torch.cat(logits), torch.stack(losses).sum()
 
-    def _ranks_apart(self, apart: bool) -> AbstractContextManager[None]:  # noqa: FBT001 - a fact
-        """Let ranks exchange gradients in the last part alone: they hold the sum by then."""
-        if apart and isinstance(self.wrapped, DistributedDataParallel):
-            return self.wrapped.no_sync()
-        return nullcontext()
-
-    def _update(self, step: int) -> None:
+    def _update(self, step: int) -> Tensor | None:
         self.clock.mark("tables")
         self.set_rates(step)
         if "tables" in self.optimizers:
             self.optimizers["tables"].step()
+        if self.engine is not None:
+            self.engine.apply()
+            self.engine.sync()
         self.clock.mark("optimizer")
+        norm: Tensor | None = None
         if self.spec.clip_norm is not None:
-            nn.utils.clip_grad_norm_(self.dense.values(), self.spec.clip_norm)
+            norm = self.parallel.clip_(self.spec.clip_norm)
+        elif (step + 1) % self.spec.log_every_steps == 0 or step + 1 == self.total_steps:
+            norm = self.parallel.grad_norm()
         self.optimizers["dense"].step()
         if self.ema:
             self._average(step)
+        return norm
 
-    def _before(self) -> tuple[dict[str, Tensor], Tensor, Mark]:
+    def _before(self) -> tuple[dict[str, Tensor], Tensor, Any]:
         """What a forward pass changes: random states and the counts of ids."""
         random = {"cpu": torch.get_rng_state()}
         if self.world.device.type == "cuda":
             random["cuda"] = torch.cuda.get_rng_state(self.world.device)
         return random, self.lookups.out_of_range.clone(), self.lookups.counts.mark()
 
-    def _restore(self, random: dict[str, Tensor], out_of_range: Tensor, counts: Mark) -> None:
+    def _restore(self, random: dict[str, Tensor], out_of_range: Tensor, counts: Any) -> None:
         torch.set_rng_state(random["cpu"])
         if "cuda" in random:
             torch.cuda.set_rng_state(random["cuda"], self.world.device)
@@ -209,6 +238,8 @@ class TrainStep:
             scaled = factor if name == "dense" or self.spec.schedule.tables else 1.0
             for group, base in zip(optimizer.param_groups, self._base_lr[name], strict=True):
                 group["lr"] = base * scaled
+        if self.engine is not None:
+            self.engine.set_lr(self._table_lr * (factor if self.spec.schedule.tables else 1.0))
 
     def _average(self, step: int) -> None:
         # The first steps count for less than decay says, or the average would remember the
@@ -216,7 +247,9 @@ class TrainStep:
         decay = min(self.spec.ema_decay or 0.0, (1.0 + step) / (10.0 + step))
         with torch.no_grad():
             torch._foreach_lerp_(
-                list(self.ema.values()), [self.dense[name] for name in self.ema], 1.0 - decay
+                local_parts(self.ema.values()),
+                local_parts(self.dense[name] for name in self.ema),
+                1.0 - decay,
             )
 
 
@@ -225,27 +258,48 @@ def _mark(clock: StepClock, module: nn.Module, section: str) -> None:
         clock.mark(section)
 
 
-def dense_optimizer(spec: TrainSpec, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Adam:
+def plan_of(config: RunConfig, world: World) -> ParallelSpec:
+    """The plan of a run on the ranks that there are.
+
+    Args:
+        config: the run; without a plan, every rank holds a copy of everything.
+        world: the ranks.
+
+    Raises:
+        ConfigError: the plan is for another number of ranks.
+    """
+    if config.parallel is None:
+        return ParallelSpec(replicate=world.size)
+    return config.parallel.on_ranks(world.size)
+
+
+def dense_optimizer(
+    spec: TrainSpec, parameters: Mapping[str, nn.Parameter], *, names: Iterable[str] = ()
+) -> torch.optim.Adam:
     """Adam over the dense parameters, in groups of equal rate and decay.
 
     Args:
         spec: the recipe's section.
-        parameters: qualified name -> parameter.
+        parameters: qualified name -> parameter, of this rank.
+        names: of those on all ranks, where that is more.
 
     Raises:
         ConfigError: a prefix of ``lr_factors`` that no parameter has.
     """
     used: set[str] = set()
-    groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
+    groups: dict[tuple[float, bool, object], list[nn.Parameter]] = {}
+    known = {*parameters, *names}
+    for name in known:
+        used.update(_fitting(spec, name))
     for name, parameter in parameters.items():
-        fitting = [p for p in spec.dense.lr_factors if name == p or name.startswith(f"{p}.")]
-        prefix = max(fitting, key=len, default=None)
-        used.update(fitting)
+        prefix = max(_fitting(spec, name), key=len, default=None)
         factor = 1.0 if prefix is None else spec.dense.lr_factors[prefix]
-        groups.setdefault((factor, parameter.ndim >= 2), []).append(parameter)
+        # Sharded ones apart from plain ones: no operator takes both in one call.
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        groups.setdefault((factor, parameter.ndim >= 2, mesh), []).append(parameter)
     for prefix in spec.dense.lr_factors:
         if prefix not in used:
-            heads = {".".join(n.split(".")[:d]) for n in parameters for d in (1, 2)}
+            heads = {".".join(n.split(".")[:d]) for n in known for d in (1, 2)}
             raise ConfigError(
                 refusal(
                     "train",
@@ -262,12 +316,19 @@ def dense_optimizer(spec: TrainSpec, parameters: Mapping[str, nn.Parameter]) -> 
                 "lr": spec.dense.lr * factor,
                 "weight_decay": spec.dense.weight_decay if decays else 0.0,
             }
-            for (factor, decays), members in groups.items()
+            for (factor, decays, _), members in groups.items()
         ],
         betas=(spec.dense.beta1, spec.dense.beta2),
         eps=spec.dense.eps,
         decoupled_weight_decay=True,
+        # One pass over weights, gradients and moments instead of a dozen. On CPUs results keep
+        # the bits that they have had.
+        fused=True if any(p.is_cuda for p in parameters.values()) else None,
     )
+
+
+def _fitting(spec: TrainSpec, name: str) -> list[str]:
+    return [p for p in spec.dense.lr_factors if name == p or name.startswith(f"{p}.")]
 
 
 def probabilities(logits_BA: Tensor) -> Tensor:
@@ -290,14 +351,17 @@ def averaged_weights(model: nn.Module, ema: Mapping[str, Tensor]) -> Iterator[No
         model: its parameters have the names in ``ema``.
         ema: name -> average; empty leaves the model as it is.
     """
+    put_parameters_back(model)
     parameters = dict(model.named_parameters())
-    kept = {name: parameters[name].detach().clone() for name in ema}
+    own = {name: local_part(parameters[name].detach()) for name in ema}
+    kept = {name: value.clone() for name, value in own.items()}
     try:
         with torch.no_grad():
             for name, average in ema.items():
-                parameters[name].copy_(average)
+                own[name].copy_(local_part(average))
         yield
     finally:
+        put_parameters_back(model)
         with torch.no_grad():
             for name, value in kept.items():
-                parameters[name].copy_(value)
+                own[name].copy_(value)

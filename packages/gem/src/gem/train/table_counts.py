@@ -9,6 +9,7 @@ from typing import cast
 
 from torch import nn
 
+from gem.model.sharded_tables import ShardedTables
 from gem_embeddings.counters import COUNTS
 from gem_embeddings.tables import EmbeddingTables
 
@@ -59,5 +60,5 @@ def _name(table: str, count: str) -> str:
     return f"{_PREFIX}/{table}/{count}"
 
 
-def _tables(model: nn.Module) -> EmbeddingTables:
-    return cast(EmbeddingTables, model.get_submodule("tables"))
+def _tables(model: nn.Module) -> EmbeddingTables | ShardedTables:
+    return cast(EmbeddingTables | ShardedTables, model.get_submodule("tables"))

@@ -7,7 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from gem.data.schema import BatchSchema
+from gem.model.sharded_tables import ShardedTables
 from gem.model.tables import event_feature
+from gem_embeddings.contract import TableSpec
+from gem_embeddings.engine import TableEngine
+from gem_embeddings.pieces import Piece, local_pieces
 from gem_embeddings.tables import EmbeddingTables
 from gem_parallel.collectives import all_reduce_sum
 from gem_parallel.launch import World
@@ -30,7 +34,7 @@ def table_facts(
         model: has its tables under the name ``tables``.
         schema: of the batches; says which inputs share a table.
         optimizer: of the tables; None where there are none.
-        world: the ranks, each with a copy of every table.
+        world: the ranks, each with a copy of every table or with parts of them.
 
     Returns:
         table -> ``{rows, width, id_space, inputs, weight_bytes, optimizer_bytes, rows_trained,
@@ -40,25 +44,111 @@ def table_facts(
 
     Numerics: norms in float64 from the float32 weights.
     """
-    tables = cast(EmbeddingTables, model.get_submodule("tables"))
+    tables = cast(EmbeddingTables | ShardedTables, model.get_submodule("tables"))
     outside = all_reduce_sum(tables.out_of_range.clone(), world).tolist()
     owners, looked_up = _inputs_by_table(schema), set(tables.feature_names)
-    found: dict[str, Any] = {}
-    for spec, weight_RE, count in zip(
-        tables.specs, tables.table_parameters(), outside, strict=True
-    ):
-        state: Mapping[str, Any] = {} if optimizer is None else optimizer.state.get(weight_RE, {})
-        found[spec.name] = {
+    parts = (
+        _of_engine(tables.engine)
+        if isinstance(tables, ShardedTables)
+        else _of_parameters(tables, optimizer)
+    )
+    return {
+        spec.name: {
             "rows": spec.num_embeddings,
             "width": spec.embedding_dim,
             "id_space": spec.id_space,
             "inputs": [name for name in owners.get(spec.name, ()) if name in looked_up],
-            "weight_bytes": _bytes(weight_RE),
-            "optimizer_bytes": sum(_bytes(v) for v in state.values() if isinstance(v, Tensor)),
-            **_rows(weight_RE.detach(), state),
+            **part,
             "out_of_range": int(count),
         }
+        for spec, part, count in zip(tables.specs, parts, outside, strict=True)
+    }
+
+
+def _of_parameters(
+    tables: EmbeddingTables, optimizer: torch.optim.Optimizer | None
+) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for weight_RE in tables.table_parameters():
+        state: Mapping[str, Any] = {} if optimizer is None else optimizer.state.get(weight_RE, {})
+        found.append(
+            {
+                "weight_bytes": _bytes(weight_RE),
+                "optimizer_bytes": sum(_bytes(v) for v in state.values() if isinstance(v, Tensor)),
+                **_rows(weight_RE.detach(), state),
+            }
+        )
     return found
+
+
+def _of_engine(engine: TableEngine) -> list[dict[str, Any]]:
+    state = engine.table_state()
+    found: list[dict[str, Any]] = []
+    for spec in engine.specs:
+        mine = _counts_here(engine, spec)
+        pieces = [
+            local_pieces(state[name]) if mine and name in state else []
+            for name in (f"tables.{spec.name}.{key}" for key in ("weight", *_TOUCHED_BY))
+        ]
+        found.append(
+            {
+                "weight_bytes": spec.weight_bytes,
+                # With the count of steps that every table has.
+                "optimizer_bytes": engine.optimizer.state_bytes(spec) + 8 if engine.step else 0,
+                **_sharded_rows(spec, pieces[0], [*pieces[1], *pieces[2]], engine.world),
+            }
+        )
+    return found
+
+
+def _counts_here(engine: TableEngine, spec: TableSpec) -> bool:
+    """Whether no rank before this one holds the same part of a table."""
+    plan = engine.plan
+    member, replica = divmod(engine.world.rank, plan.table_replicate)
+    first_copy = plan.fully_sharded or replica == 0
+    placement = next(p for p in plan.placements if p.table_name == spec.name)
+    return first_copy and (placement.sharding != "replicated" or member == 0)
+
+
+def _sharded_rows(
+    spec: TableSpec, weights: list[Piece], touched: list[Piece], world: World
+) -> dict[str, Any]:
+    """As `_rows`, of a table whose parts lie on many ranks. Collective."""
+    count = {True: 0, False: 0}
+    total, longest = {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}
+    for start in range(0, spec.num_embeddings, _PART):
+        rows = min(_PART, spec.num_embeddings - start)
+        # Of each row of this range: the sum of squares, and how many of its states are not 0.
+        sums_2R = torch.zeros(2, rows, dtype=torch.float64, device=world.device)
+        for which, pieces in enumerate((weights, touched)):
+            for piece in pieces:
+                low = max(start, piece.offsets[0])
+                high = min(start + rows, piece.offsets[0] + piece.values.shape[0])
+                if low < high:
+                    part = piece.values[low - piece.offsets[0] : high - piece.offsets[0]].double()
+                    part = (part != 0).double() if which else part.square()
+                    sums_2R[which, low - start : high - start] += (
+                        part if part.ndim == 1 else part.sum(dim=1)
+                    )
+        squares_R, moved_R = all_reduce_sum(sums_2R, world)
+        norms_R = squares_R.sqrt()
+        for trained in (True, False):
+            norms = norms_R[(moved_R > 0) == trained]
+            if norms.numel():
+                count[trained] += norms.numel()
+                total[trained] += float(norms.sum())
+                longest[trained] = max(longest[trained], float(norms.max()))
+    norm = {
+        trained: {"mean": total[trained] / count[trained], "max": longest[trained]}
+        if count[trained]
+        else None
+        for trained in (True, False)
+    }
+    return {
+        "rows_trained": count[True],
+        "norm_trained": norm[True],
+        "norm_untrained": norm[False],
+    }
 
 
 def _inputs_by_table(schema: BatchSchema) -> dict[str, list[str]]:

@@ -1,0 +1,371 @@
+"""What the parts of the model do with memory: bytes moved, and copies kept for the backward pass.
+
+FLOPs come from `gem.model.flops`. Bytes of elementwise work are those of the operators that the
+modules call on a GPU (norms fused, the rest eager), each tensor read and written once. What is kept
+follows what autograd saves; a test holds it to autograd's own hooks over the real modules.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gem.model.flops import PassFlops
+from gem.model.spec import ExpertsSpec, GemSpec, StreamSpec
+from gem_attention.costs import (
+    block_attention_backward_cost,
+    block_attention_cost,
+    block_pairs_in_sequence,
+    generalized_attention_backward_cost,
+    generalized_attention_cost,
+    jagged_flash_attention_backward_cost,
+    jagged_flash_attention_cost,
+    pooled_attention_backward_cost,
+    pooled_attention_cost,
+    rotary_heads_backward_cost,
+    rotary_heads_cost,
+    visible_pairs_in_sequence,
+)
+from gem_opkit.cost import Cost
+from gem_parallel.planning.work import Operator, Parameter
+from gem_precision.costs import row_norm_backward_cost, row_norm_cost
+
+_WIDE = 4  # bytes of fp32
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What the counts of one rank's batch are made from.
+
+    Attributes:
+        examples: examples of a rank.
+        lengths: events of each example, of one stream.
+        element_bytes: bytes of an element in products and activations.
+    """
+
+    examples: int
+    lengths: Sequence[int]
+    element_bytes: int
+
+    @property
+    def tokens(self) -> int:
+        """Events of all examples."""
+        return sum(self.lengths)
+
+
+@dataclass(slots=True)
+class Passes:
+    """Bytes of elementwise work and of what is kept, added up.
+
+    Attributes:
+        forward: bytes read and written in the forward pass.
+        backward: the same in the backward pass.
+        kept: bytes kept between the two.
+    """
+
+    forward: int = 0
+    backward: int = 0
+    kept: int = 0
+
+    def add(self, elements: int, forward: float, backward: float, kept: float = 0.0) -> None:
+        """Count work over some elements.
+
+        Args:
+            elements: how many.
+            forward: bytes an element, forward.
+            backward: bytes an element, backward.
+            kept: bytes an element that are kept.
+        """
+        self.forward += round(elements * forward)
+        self.backward += round(elements * backward)
+        self.kept += round(elements * kept)
+
+    def row_norm(self, rows: int, width: int, element: int, *, keeps_input: bool = True) -> None:
+        """Count a norm of rows, fused: it keeps its input, which may be counted elsewhere."""
+        self.forward += row_norm_cost(rows=rows, width=width, element_bytes=element).bytes
+        cost = row_norm_backward_cost(rows=rows, width=width, element_bytes=element)
+        self.backward += cost.bytes
+        self.kept += rows * width * element if keeps_input else 0
+
+    def operator(self) -> Operator:
+        """The elementwise work as one operator."""
+        return Operator("elementwise", Cost(0, self.forward), Cost(0, self.backward))
+
+
+def product(flops: PassFlops, rows: int, parameters: Sequence[Parameter], element: int) -> Operator:
+    """Products with weights: their FLOPs, and inputs, outputs and weights moved once.
+
+    Args:
+        flops: of all of them.
+        rows: rows of each product's input.
+        parameters: the weights.
+        element: bytes of an element.
+
+    Returns:
+        the operator; its backward moves each of input, weight and gradient twice.
+    """
+    moved = sum(rows * (p.rows + p.columns) + p.elements for p in parameters) * element
+    return Operator("matmul", Cost(flops.forward, moved), Cost(flops.backward, 2 * moved))
+
+
+def weight_casts(parameters: Sequence[Parameter], element: int) -> Operator:
+    """Copies of weights in the format of the products, and their gradients back.
+
+    Args:
+        parameters: the weights.
+        element: bytes of an element in products.
+    """
+    moved = sum(p.elements for p in parameters) * (_WIDE + element) if element < _WIDE else 0
+    return Operator("elementwise", Cost(0, moved), Cost(0, moved))
+
+
+def _heads(own: StreamSpec, element: int) -> dict[str, int]:
+    width = own.width // own.heads
+    return {
+        "heads": own.heads,
+        "kv_heads": own.heads,
+        "head_width": width,
+        "value_width": width,
+        "element_bytes": element,
+    }
+
+
+def _attention(
+    kind: str, forward: Callable[..., Cost], backward: Callable[..., Cost], sizes: Mapping[str, Any]
+) -> Operator:
+    return Operator(kind, forward(**sizes), backward(**sizes))
+
+
+def self_attention(own: StreamSpec, sizes: Sizes) -> Operator:
+    """Self-attention of a transformer layer.
+
+    Args:
+        own: the stream in that layer.
+        sizes: the batch.
+    """
+    heads = _heads(own, sizes.element_bytes)
+    if own.pattern == "block":
+        pairs = sum(block_pairs_in_sequence(n, own.block_tokens) for n in sizes.lengths)
+        given = {"visible_pairs": pairs, "tokens": sizes.tokens, **heads}
+        return _attention("block", block_attention_cost, block_attention_backward_cost, given)
+    reach = own.window_tokens if own.pattern == "window" else None
+    pairs = sum(visible_pairs_in_sequence(n, n, reach, reach) for n in sizes.lengths)
+    given = {
+        "visible_pairs": pairs,
+        "q_tokens": sizes.tokens,
+        "k_tokens": sizes.tokens,
+        **heads,
+    }
+    kind = "window" if own.pattern == "window" else "attention"
+    return _attention(
+        kind, jagged_flash_attention_cost, jagged_flash_attention_backward_cost, given
+    )
+
+
+def pooling_attention(spec: GemSpec, own: StreamSpec, sizes: Sizes) -> list[Operator]:
+    """Attention of an interaction layer: GDPA, seed pooling, pooling by the candidate.
+
+    Args:
+        spec: the model.
+        own: the stream.
+        sizes: the batch.
+    """
+    heads, tokens = _heads(own, sizes.element_bytes), sizes.tokens
+    found = [
+        _attention(
+            "gdpa",
+            generalized_attention_cost,
+            generalized_attention_backward_cost,
+            {
+                "visible_pairs": spec.summary_tokens * tokens,
+                "q_tokens": tokens,
+                "k_tokens": sizes.examples * spec.summary_tokens,
+                **heads,
+            },
+        )
+    ]
+    if own.summary_tokens:
+        given = {"batch": sizes.examples, "seeds": own.seeds, "k_tokens": tokens, **heads}
+        found.append(
+            _attention("pooled", pooled_attention_cost, pooled_attention_backward_cost, given)
+        )
+    if own.target_tokens:
+        given = {
+            "visible_pairs": own.target_tokens * tokens,
+            "q_tokens": sizes.examples * own.target_tokens,
+            "k_tokens": tokens,
+            **heads,
+        }
+        found.append(
+            _attention(
+                "pooled", jagged_flash_attention_cost, jagged_flash_attention_backward_cost, given
+            )
+        )
+    return found
+
+
+def transformer_passes(
+    spec: GemSpec, own: StreamSpec, sizes: Sizes, *, input_is_kept: bool
+) -> Passes:
+    """Elementwise work and kept bytes of a transformer layer's stream.
+
+    Args:
+        spec: the model.
+        own: the stream in that layer.
+        sizes: the batch.
+        input_is_kept: as in `interaction_passes`.
+    """
+    e, tokens, width = sizes.element_bytes, sizes.tokens, own.width
+    found = Passes()
+    found.row_norm(tokens, width, e, keeps_input=not input_is_kept)
+    found.add(tokens * width, 0, 0, e)  # the norm's output, which the product keeps
+    found.add(3 * tokens * width, 0, 0, e)  # queries, keys and values
+    if own.pattern != "block" and (own.qk_norm or own.rotary != "none"):
+        heads = {"heads": own.heads, "key_heads": own.heads, "width": width // own.heads}
+        heads |= {"total_tokens": tokens, "element_bytes": e}
+        found.forward += rotary_heads_cost(**heads).bytes
+        found.backward += rotary_heads_backward_cost(**heads, normed=own.qk_norm).bytes
+        found.add(3 * tokens * width, 0, 0, e)  # what they have become
+    elif own.qk_norm:
+        found.row_norm(2 * tokens * own.heads, width // own.heads, e, keeps_input=False)
+        found.add(2 * tokens * width, 0, 0, e)
+    found.add(tokens * width, 0, 0, e)  # the attention's output
+    found.add(tokens * own.heads, 0, 0, _WIDE)  # the logsumexp
+    if spec.transformer_gate:
+        # A row of the gate for each event, multiplied and added to the residual in one pass.
+        found.add(tokens * width, 5 * e, 7 * e, 2 * e)
+        found.add(tokens, 2 * 8, 8, 8)
+    else:
+        found.add(tokens * width, 3 * e, 0)
+    found.add(tokens * width, 0, 3 * e)  # the residual
+    return found
+
+
+def interaction_passes(
+    spec: GemSpec, own: StreamSpec, sizes: Sizes, *, input_is_kept: bool
+) -> Passes:
+    """Elementwise work and kept bytes of an interaction layer's stream.
+
+    Args:
+        spec: the model.
+        own: the stream.
+        sizes: the batch.
+        input_is_kept: whether the layer before keeps its output, which is the input of this one.
+    """
+    e, tokens, width, examples = sizes.element_bytes, sizes.tokens, own.width, sizes.examples
+    found = Passes()
+    found.row_norm(tokens, width, e, keeps_input=not input_is_kept)
+    # The first norm's output is the query and is added to what the attention reads, in the pass of
+    # the second norm that also adds the residual; the pooling keeps that sum.
+    found.row_norm(tokens, width, e)
+    found.add(tokens * width, 2 * e, 6 * e, 2 * e)
+    context = examples * spec.summary_tokens
+    found.add(context * width, 0, e, 3 * e)
+    if own.qk_norm:
+        found.row_norm(context * own.heads, width // own.heads, e, keeps_input=False)
+    pools = int(own.summary_tokens > 0) + int(own.target_tokens > 0)
+    found.add(pools * tokens * width, 0, 2 * e, 3 * e)
+    if own.qk_norm:
+        for _ in range(pools):
+            found.row_norm(tokens * own.heads, width // own.heads, e, keeps_input=False)
+    if own.summary_tokens:
+        seeds = examples * own.seeds * width
+        # Pooled seeds before and after their projection; their mixture, transposed.
+        found.add(seeds, 0, 2 * e, 2 * e)
+        found.add(examples * own.kron_rank * own.summary_tokens * width, 3 * e, 3 * e, e)
+        found.add(examples * own.seeds * own.heads, 0, 0, _WIDE)
+    summary = examples * (own.summary_tokens + own.target_tokens)
+    found.row_norm(summary, spec.width, e)
+    return found
+
+
+def expert_passes(spec: ExpertsSpec, width: int, tokens: int, examples: int, e: int) -> Passes:
+    """Elementwise work and kept bytes of one expert.
+
+    Args:
+        spec: sizes.
+        width: width of a token.
+        tokens: tokens that it reads.
+        examples: examples of a rank.
+        e: bytes of an element.
+    """
+    found = Passes()
+    rank = spec.rank
+    found.add(examples * tokens * width, 2 * e, 2 * e, e)
+    found.add(examples * rank * width, 0, e, e)
+    # Y and the compression are weights that are spread over the batch before they are cast.
+    found.add(examples * tokens * (rank + spec.linear_tokens), _WIDE + e, _WIDE + e, e)
+    found.row_norm(examples, tokens * rank, e)
+    found.add(examples * tokens * rank, 0, 0, e)
+    found.add(examples * sum(spec.mlp_widths), 2 * e, 3 * e, e)
+    found.add(examples * (spec.fm_tokens + spec.linear_tokens) * width, 4 * e, 4 * e)
+    return found
+
+
+def mixture_passes(spec: GemSpec, tokens: int, examples: int, e: int) -> Passes:
+    """Elementwise work and kept bytes around a layer's experts: shortcut, sum and norm.
+
+    Args:
+        spec: the model.
+        tokens: tokens that enter the layer.
+        examples: examples of a rank.
+        e: bytes of an element.
+    """
+    found = Passes()
+    outputs = spec.experts.fm_tokens + spec.experts.linear_tokens
+    found.add(examples * outputs * spec.width, 3 * e, 3 * e)
+    if spec.experts.residual and tokens != outputs:
+        found.add(examples * tokens * outputs, _WIDE + e, _WIDE + e, e)
+    found.row_norm(examples * outputs, spec.width, e)
+    return found
+
+
+def summary_passes(spec: GemSpec, tokens: int, examples: int, e: int) -> Passes:
+    """Elementwise work and kept bytes of the non-sequence summary.
+
+    Args:
+        spec: the model.
+        tokens: tokens that enter the layer.
+        examples: examples of a rank.
+        e: bytes of an element.
+    """
+    found, rows = Passes(), examples * spec.summary_tokens
+    found.add(examples * tokens * spec.summary_tokens, _WIDE + e, _WIDE + e, e)
+    found.add(examples * tokens * spec.width, 0, 0, e)
+    found.add(rows * spec.width, e, e, e)
+    found.add(rows * spec.summary_hidden, 2 * e, 3 * e, e)
+    found.add(rows * spec.width, e, e, e)
+    return found
+
+
+def event_passes(inputs: int, own: StreamSpec, tokens: int, e: int) -> Passes:
+    """Elementwise work and kept bytes of a stream's tokens.
+
+    Args:
+        inputs: numbers that a token is made of.
+        own: the stream.
+        tokens: events of all examples.
+        e: bytes of an element.
+    """
+    found = Passes()
+    narrow = _WIDE + e if e < _WIDE else 0
+    found.add(tokens * inputs, 2 * _WIDE + narrow, 2 * _WIDE + narrow, e)
+    if own.gap_buckets:
+        found.add(tokens * own.gap_buckets, 8 * _WIDE, 0)
+    if own.token_hidden:
+        found.add(tokens * own.token_hidden, 2 * e, 3 * e, e)
+    return found
+
+
+def example_passes(columns: int, hidden: Sequence[int], examples: int, e: int) -> Passes:
+    """Elementwise work and kept bytes of a stack of products over examples.
+
+    Args:
+        columns: numbers that come in, an example.
+        hidden: widths of the layers between.
+        examples: examples of a rank.
+        e: bytes of an element.
+    """
+    found = Passes()
+    found.add(examples * columns, 2 * e, 2 * e, e)
+    found.add(examples * sum(hidden), 2 * e, 3 * e, e)
+    return found

@@ -1,0 +1,222 @@
+"""Names and shapes of the dense parameters of a recipe's model, without building it.
+
+A test holds them to the real modules. In the order of the forward pass, by unit.
+"""
+
+from collections.abc import Sequence
+
+from gem.data.schema import BatchSchema, StreamInput
+from gem.model.spec import ExpertsSpec, GemSpec, StreamSpec
+from gem.model.structure import (
+    expert_parts,
+    feature_tokens,
+    head_width,
+    module_key,
+    pooled_tokens,
+    streams_read,
+    takes_part,
+)
+from gem_parallel.planning.work import Parameter
+
+Parameters = tuple[Parameter, ...]
+
+
+def _mlp(name: str, widths: Sequence[int]) -> Parameters:
+    return tuple(
+        Parameter(f"{name}.projections.{i}.weight", widths[i + 1], widths[i])
+        for i in range(len(widths) - 1)
+    )
+
+
+def feature_parameters(spec: GemSpec, schema: BatchSchema) -> Parameters:
+    """Parameters of the tokens of an example.
+
+    Args:
+        spec: the model.
+        schema: the inputs that it reads.
+    """
+    found: list[Parameter] = []
+    count, numbers, width = len(schema.ids), len(schema.numbers), spec.width
+    if count and spec.embeddings.embedding_dim != width:
+        found.append(Parameter("features.projection", count, spec.embeddings.embedding_dim * width))
+    if numbers and spec.numbers.buckets:
+        found.append(Parameter("features.bucketed", numbers, spec.numbers.buckets * width))
+    if numbers and spec.numbers.tokens:
+        found.append(Parameter("features.linear.weight", spec.numbers.tokens * width, numbers))
+    return tuple(found)
+
+
+def event_inputs(spec: GemSpec, stream: StreamInput) -> int:
+    """Numbers that an event's token is made of.
+
+    Args:
+        spec: the model.
+        stream: its inputs.
+    """
+    own = spec.stream_spec(stream.name)
+    return len(stream.ids) * spec.embeddings.embedding_dim + len(stream.numbers) + own.gap_buckets
+
+
+def event_parameters(spec: GemSpec, stream: StreamInput) -> Parameters:
+    """Parameters of the tokens of a stream's events.
+
+    Args:
+        spec: the model.
+        stream: its inputs.
+    """
+    own, inputs = spec.stream_spec(stream.name), event_inputs(spec, stream)
+    name = f"events.{module_key(stream.name)}.mix"
+    if own.token_hidden:
+        return _mlp(name, (inputs, own.token_hidden, own.width))
+    return (Parameter(f"{name}.weight", own.width, inputs),)
+
+
+def _interaction(name: str, spec: GemSpec, own: StreamSpec) -> Parameters:
+    width = own.width
+    found = [Parameter(f"{name}.ffn.kv.weight", 2 * width, spec.width)]
+
+    def pooling(at: str, seeds: int) -> None:
+        if seeds:
+            found.append(Parameter(f"{at}.seeds_PD", seeds, width))
+        found.extend(
+            Parameter(f"{at}.{part}.weight", times * width, width)
+            for part, times in (("q", 1), ("kv", 2), ("out", 1))
+        )
+
+    if own.summary_tokens:
+        pooling(f"{name}.pool.pool", own.seeds)
+        at = f"{name}.pool.compress"
+        found.append(Parameter(f"{at}.z", own.kron_rank * own.summary_tokens, own.seeds))
+        found.append(Parameter(f"{at}.w", own.kron_rank * width, width))
+    if own.target_tokens:
+        rows = own.target_tokens * width
+        found.append(Parameter(f"{name}.make_query.weight", rows, spec.width))
+        pooling(f"{name}.target_pool", 0)
+    if width != spec.width:
+        found.append(Parameter(f"{name}.lift.weight", spec.width, width))
+    return tuple(found)
+
+
+def _transformer(name: str, spec: GemSpec, own: StreamSpec) -> Parameters:
+    width = own.width
+    found = (
+        Parameter(f"{name}.attention.qkv.weight", 3 * width, width),
+        Parameter(f"{name}.attention.out.weight", width, width),
+    )
+    if not spec.transformer_gate:
+        return found
+    return (*found, Parameter(f"{name}.gate.weight", width, spec.summary_tokens * spec.width))
+
+
+def layer_parameters(spec: GemSpec, schema: BatchSchema, index: int) -> Parameters:
+    """Parameters of a layer, without those of its experts.
+
+    Args:
+        spec: the model.
+        schema: the inputs that it reads.
+        index: which layer.
+    """
+    kind, name = spec.layers[index], f"layers.{index}"
+    tokens = layer_tokens(spec, schema, index)
+    streams = [s for s in streams_read(spec, schema) if takes_part(spec, s.name, index)]
+    found: list[Parameter] = []
+    if streams and (kind == "interaction" or spec.transformer_gate):
+        at = f"{name}.summary"
+        found.append(Parameter(f"{at}.compress.weight", spec.summary_tokens, tokens))
+        found += _mlp(f"{at}.mlp", (spec.width, spec.summary_hidden, spec.width))
+    make = _interaction if kind == "interaction" else _transformer
+    for stream in streams:
+        at = f"{name}.streams.{module_key(stream.name)}"
+        found += make(at, spec, spec.stream_spec(stream.name))
+    outputs = spec.experts.fm_tokens + spec.experts.linear_tokens
+    if spec.experts.residual and tokens != outputs:
+        found.append(Parameter(f"{name}.experts.shortcut.weight", outputs, tokens))
+    return tuple(found)
+
+
+def layer_tokens(spec: GemSpec, schema: BatchSchema, index: int) -> int:
+    """Non-sequence tokens that enter a layer.
+
+    Args:
+        spec: the model.
+        schema: the inputs that it reads.
+        index: which layer.
+    """
+    if index == 0:
+        return feature_tokens(spec, schema)
+    return spec.experts.fm_tokens + spec.experts.linear_tokens
+
+
+def expert_inputs(spec: GemSpec, schema: BatchSchema, index: int) -> list[int]:
+    """Tokens that each expert of a layer reads.
+
+    Args:
+        spec: the model.
+        schema: the inputs that it reads.
+        index: which layer.
+    """
+    tokens = layer_tokens(spec, schema, index)
+    pooled = pooled_tokens(spec, streams_read(spec, schema), index)
+    return [len(range(tokens)[p]) + pooled for p in expert_parts(tokens, spec.experts)]
+
+
+def expert_parameters(name: str, spec: ExpertsSpec, width: int, tokens: int) -> Parameters:
+    """Parameters of one expert.
+
+    Args:
+        name: qualified name of its module.
+        spec: sizes.
+        width: width of a token.
+        tokens: tokens that it reads.
+    """
+    rank = spec.rank
+    if spec.projection == "learned":
+        found: Parameters = (Parameter(f"{name}.factorise.make_y.y", tokens, rank),)
+    else:
+        at = f"{name}.factorise.make_y"
+        widths = (rank * width, *spec.mlp_widths[:1], tokens * rank)
+        found = (
+            Parameter(f"{at}.compress.weight", rank, tokens),
+            *_mlp(f"{at}.mlp", widths),
+        )
+    widths = (tokens * rank, *spec.mlp_widths, spec.fm_tokens * width)
+    return (
+        *found,
+        *_mlp(f"{name}.factorise.mlp", widths),
+        Parameter(f"{name}.compress.weight", spec.linear_tokens, tokens),
+    )
+
+
+def head_parameters(spec: GemSpec, schema: BatchSchema) -> Parameters:
+    """Parameters of the heads.
+
+    Args:
+        spec: the model.
+        schema: the inputs that it reads.
+    """
+    heads, tasks = spec.heads, len(schema.labels)
+    width = head_width(spec, schema, streams_read(spec, schema))
+    found: list[Parameter] = []
+    if heads.trunk_widths:
+        found += _mlp("heads.trunk.0", (width, *heads.trunk_widths))
+        width = heads.trunk_widths[-1]
+    if heads.task_widths:
+        for task in range(tasks):
+            found += _mlp(f"heads.towers.{task}.0", (width, *heads.task_widths))
+        width = heads.task_widths[-1]
+    domains = len(schema.domains) if heads.domain_outputs else 1
+    found.append(Parameter("heads.weight", tasks, width * domains))
+    found.append(Parameter("heads.offset", tasks, domains))
+    return tuple(found)
+
+
+def shortcut_parameters(spec: GemSpec, schema: BatchSchema) -> Parameters:
+    """Parameters of the linear map from the numbers to the logits.
+
+    Args:
+        spec: the model.
+        schema: the inputs that it reads.
+    """
+    if not (spec.numbers.shortcut and schema.numbers):
+        return ()
+    return (Parameter("shortcut.linear.weight", len(schema.labels), len(schema.numbers)),)

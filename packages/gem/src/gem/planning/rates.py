@@ -1,0 +1,232 @@
+"""Rates that forecasts of recipes are made with: measured on one H200, or fitted to a results file.
+
+The shares of the attention operators are those of `results/h200/*.jsonl` for 128-wide heads. The
+others are fitted, pass by pass, to a row of `packages/gem/benchmarks/bench_step.py`: what the row's
+forward and backward take beyond attention is shared out over products and elementwise work in the
+proportion of their bytes and FLOPs.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gem.config import load_recipe
+from gem.planning.tables import tables_of
+from gem.planning.work import work_of
+from gem_opkit.errors import ConfigError, refusal
+from gem_parallel.contract import Accelerator, ParallelPlan, Topology
+from gem_parallel.planning.forecast import accelerator_of, forecast, operator_ms
+from gem_parallel.planning.links import wire_bytes
+from gem_parallel.planning.rates import PassShare, Rates
+from gem_parallel.planning.work import Work
+
+_FITTED = ("matmul", "elementwise")
+# Of the bandwidth and of the matmul rate; below it a fit has gone wrong.
+_LEAST_SHARE = 0.02
+
+# Fitted on 30 November 2026 to the recipe h200 on one H200 (246 ms a step, before heads were turned
+# in one pass and the optimizer was fused) and to NCCL's collectives between two.
+DEFAULT = Rates(
+    shares={
+        "attention": PassShare(forward=0.80, backward=0.70),
+        "window": PassShare(forward=0.60, backward=0.31),
+        "block": PassShare(forward=0.60, backward=0.40),
+        "gdpa": PassShare(forward=0.65, backward=0.40),
+        "pooled": PassShare(forward=0.46, backward=0.47),
+        "matmul": PassShare(forward=0.83, backward=0.67),
+        "elementwise": PassShare(forward=0.94, backward=0.77),
+    },
+    optimizer_share=0.75,
+    table_factor=8.3,
+    engine_factor=5.0,
+    launch_us=59.0,
+    sources=(
+        "attention: results/h200, cases self_2048, self_8192_window_128, cross_2048_keys_256 and "
+        "seeds_256_keys_2048; block attention: assumed",
+        "products, elementwise work, optimizer, tables: the step of h200 on one H200",
+        "links inside a host: results/h200x2/collectives.jsonl",
+        "contention, and tables that an engine holds: sharded plans of h200 on two H200",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Calibrated:
+    """Rates and links that were fitted to measurements.
+
+    Attributes:
+        rates: what forecasts take.
+        topology: the machines, with links as they were measured.
+    """
+
+    rates: Rates
+    topology: Topology
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Read a results file.
+
+    Args:
+        path: one JSON object a line.
+
+    Returns:
+        its rows.
+
+    Raises:
+        ConfigError: no such file, or a line that is no JSON object.
+    """
+    if not path.is_file():
+        raise ConfigError(
+            refusal("gem plan", "--calibrate", must="be a file", got=path, fix="check the path")
+        )
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            row = None
+        if not isinstance(row, dict):
+            raise ConfigError(
+                refusal(
+                    "gem plan",
+                    "--calibrate",
+                    must="hold one JSON object a line",
+                    got=f"line {number} of {path}",
+                    fix="give a file that a benchmark of this project has written",
+                )
+            )
+        rows.append(row)
+    return rows
+
+
+def calibrated(
+    rows: Sequence[Mapping[str, Any]], topology: Topology, rates: Rates = DEFAULT
+) -> Calibrated:
+    """Fit rates to measured rows.
+
+    Args:
+        rows: of ``step.jsonl`` (the first one of one GPU counts) and of ``collectives.jsonl`` (all,
+            for the links inside a host); other rows are passed over.
+        topology: the machines, with an accelerator.
+        rates: what stays where nothing was measured.
+
+    Returns:
+        the fit.
+
+    Raises:
+        ConfigError: no row of either kind, or a row that no rate explains.
+    """
+    steps = [row for row in rows if row.get("bench") == "step" and row.get("gpus") == 1]
+    links = [row for row in rows if row.get("bench") == "collectives"]
+    if not steps and not links:
+        raise ConfigError(
+            refusal(
+                "gem plan",
+                "--calibrate",
+                must="hold a row of bench_step on one GPU, or rows of collectives",
+                got=", ".join(sorted({str(row.get("bench")) for row in rows})) or "no row",
+                fix="run packages/gem/benchmarks/bench_step.py, and give its file",
+            )
+        )
+    if links:
+        rates, topology = _fitted_links(links, topology, rates)
+    if steps:
+        rates = _fitted_step(steps[0], topology, rates)
+    return Calibrated(rates, topology)
+
+
+def _fitted_links(
+    rows: Sequence[Mapping[str, Any]], topology: Topology, rates: Rates
+) -> tuple[Rates, Topology]:
+    """Least squares of the relative error of time = overhead + bytes sent / rate."""
+    # Divided by the time: 1 = overhead / t + slope * bytes / t.
+    aa = ab = bb = a1 = b1 = 0.0
+    for row in rows:
+        sent = wire_bytes(row["collective"], row["given_bytes"], row["ranks"])
+        a, b = 1.0 / row["ms"], sent / row["ms"]
+        aa, ab, bb, a1, b1 = aa + a * a, ab + a * b, bb + b * b, a1 + a, b1 + b
+    overhead_ms = (a1 * bb - b1 * ab) / (aa * bb - ab * ab)
+    slope = (b1 * aa - a1 * ab) / (aa * bb - ab * ab)
+    tier = topology.host_tier
+    share = min(1.0, 1e-6 / slope / tier.gbytes_per_s)
+    tier = tier.model_copy(update={"collective_frac": share})
+    launch_us = max(0.0, 1e3 * overhead_ms - tier.latency_us)
+    told = f"links inside a host: {len(rows)} collectives of {rows[0]['ranks']} ranks"
+    return (
+        rates.model_copy(update={"launch_us": launch_us, "sources": (*rates.sources, told)}),
+        topology.model_copy(update={"host_tier": tier}),
+    )
+
+
+def _fitted_step(row: Mapping[str, Any], topology: Topology, rates: Rates) -> Rates:
+    """Fit shares, optimizer and tables to the sections of one measured step."""
+    recipe = str(row["case"]).partition(",")[0]
+    config = load_recipe(recipe, [str(text) for text in row.get("set", ())])
+    examples = int(row["examples_a_rank"])
+    work = work_of(config, examples=examples)
+    alone = topology.model_copy(update={"hosts": 1, "ranks_per_host": 1})
+    tables = tables_of(config, examples=examples).step(ParallelPlan(), alone)
+    found = forecast(work, ParallelPlan(), alone, tables=tables, rates=rates)
+    device = accelerator_of(topology)
+    sections = row["sections_ms"]
+    forward = _remainder(work, device, rates, sections["forward"], 0)
+    backward = _remainder(work, device, rates, sections["backward"], 1)
+    shares = dict(rates.shares)
+    for kind in _FITTED:
+        shares[kind] = PassShare(
+            forward=_share(shares[kind].forward / forward),
+            backward=_share(shares[kind].backward / backward),
+        )
+    optimizer = sections["optimizer"] / found.parts_ms["optimizer"]
+    told = f"step of {row['case']} on {row['device']}, {row.get('measured_at', 'undated')}"
+    return rates.model_copy(
+        update={
+            "shares": shares,
+            "optimizer_share": _share(rates.optimizer_share / optimizer),
+            "table_factor": sections["tables"] / tables.local_ms if tables.local_ms else 1.0,
+            "sources": (*rates.sources, told),
+        }
+    )
+
+
+def _share(value: float) -> float:
+    if value < _LEAST_SHARE:
+        raise ConfigError(
+            refusal(
+                "gem plan",
+                "--calibrate",
+                must=f"explain a step by shares of the roofline of {_LEAST_SHARE} or more",
+                got=f"{value:.4f}",
+                fix="check that the row's recipe and settings are those of this version",
+            )
+        )
+    return min(1.0, value)
+
+
+def _remainder(
+    work: Work, device: Accelerator, rates: Rates, measured_ms: float, index: int
+) -> float:
+    """Measured over forecast time of the fitted kinds, once the others are taken away."""
+    fitted = others = 0.0
+    for unit in work.units:
+        for op in unit.all_operators():
+            ms = operator_ms([op], device, rates)[index]
+            if op.kind in _FITTED:
+                fitted += ms
+            else:
+                others += ms
+    if measured_ms <= others:
+        raise ConfigError(
+            refusal(
+                "gem plan",
+                "--calibrate",
+                must=f"take longer than attention alone, {others:.1f} ms",
+                got=f"{measured_ms:.1f} ms",
+                fix="check that the row's recipe and settings are those of this version",
+            )
+        )
+    return (measured_ms - others) / fitted

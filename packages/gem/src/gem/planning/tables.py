@@ -1,0 +1,296 @@
+"""Tables of a recipe, and what they cost under a plan, as `gem_embeddings.plan` says."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from gem.config import RunConfig
+from gem.data.schema import BatchSchema, IdInput
+from gem.model.spec import GemSpec
+from gem.model.structure import reduce_schema, streams_read
+from gem.planning.lengths import LengthLaw, id_laws, id_skew, length_laws
+from gem.planning.schema import declared_schema
+from gem_embeddings.contract import LookupSpec, OptimizerSpec, TableLoad, TableSpec
+from gem_embeddings.plan import explain_tables, place_tables
+from gem_embeddings.planning.explain import Explanation
+from gem_embeddings.planning.spec import PlanningSpec, TableRates
+from gem_embeddings.planning.step import Exchange, StepCost
+from gem_opkit.errors import ConfigError
+from gem_parallel.contract import ParallelPlan, Topology
+from gem_parallel.planning.forecast import accelerator_of
+from gem_parallel.planning.work import Collective, TableStep, TableTraffic
+
+# The words of `gem_embeddings.planning.step` for what travels, and the collective that carries it.
+_COLLECTIVES: tuple[tuple[str, str, Collective], ...] = (
+    ("counts", "table_shard", "all_to_all"),
+    ("ids", "table_shard", "all_to_all"),
+    ("vectors", "table_shard", "all_to_all"),
+    ("gradients", "table_shard", "all_to_all"),
+    ("square sums", "table_shard", "all_to_all"),
+    ("ids and gradients of replicated tables", "table_shard", "all_gather"),
+    ("gather weights to read", "table_replicate", "all_gather"),
+    ("gather weights and optimizer rows to update", "table_replicate", "all_gather"),
+    ("scatter their mean", "table_replicate", "reduce_scatter"),
+    ("average weights and optimizer rows", "table_replicate", "all_reduce"),
+)
+
+
+# What merged gradients take the place of.
+_MEANS = ("average weights and optimizer rows", "scatter their mean")
+
+
+@dataclass(frozen=True)
+class TablesOf:
+    """The tables of a recipe with the statistics of their ids.
+
+    Attributes:
+        specs: the tables.
+        lookups: features and the tables that they look up.
+        loads: statistics of each feature.
+        optimizer: how rows learn.
+        examples: examples of a rank.
+        replicas: what copies of a part exchange after a step: rows, of which the mean is kept, or
+            the gradients of rows.
+    """
+
+    specs: tuple[TableSpec, ...]
+    lookups: tuple[LookupSpec, ...]
+    loads: tuple[TableLoad, ...]
+    optimizer: OptimizerSpec
+    examples: int
+    replicas: Literal["weights", "gradients"] = "weights"
+
+    def step(
+        self, plan: ParallelPlan, topology: Topology, *, memory_gib: float | None = None
+    ) -> TableStep:
+        """Say what the tables cost one rank in a step.
+
+        Args:
+            plan: its table axes.
+            topology: machines, of as many ranks.
+            memory_gib: GiB of tables that a rank may hold between steps; None for no limit.
+
+        Returns:
+            the cheapest placement's costs. A plan that cuts no table merges the row gradients of
+            all ranks, as training does with tables of its own.
+
+        Raises:
+            ConfigError: the tables do not fit, with the bytes that are missing.
+        """
+        key = (plan.table_shard, plan.table_replicate, plan.fully_sharded_tables)
+        return _step(self, key, topology, memory_gib)
+
+    def explain(
+        self, plan: ParallelPlan, topology: Topology, *, memory_gib: float | None = None
+    ) -> Explanation:
+        """Place the tables under a plan, with costs and reasons.
+
+        Args:
+            plan: as in `step`.
+            topology: as in `step`.
+            memory_gib: as in `step`.
+
+        Returns:
+            what `gem_embeddings.plan.explain_tables` says.
+
+        Raises:
+            ConfigError: as in `step`.
+        """
+        key = (plan.table_shard, plan.table_replicate, plan.fully_sharded_tables)
+        return _explain(self, key, topology, memory_gib)
+
+
+def tables_of(
+    config: RunConfig,
+    schema: BatchSchema | None = None,
+    *,
+    examples: int | None = None,
+    lengths: Mapping[str, LengthLaw] | None = None,
+    ids: Mapping[str, float] | None = None,
+) -> TablesOf:
+    """Describe the tables of a recipe.
+
+    Args:
+        config: the recipe.
+        schema: as in `gem.planning.work.work_of`.
+        examples: as there.
+        lengths: as there.
+        ids: as there.
+
+    Returns:
+        one table for each table name of the schema, in the order of their first use.
+
+    Raises:
+        ConfigError: as there.
+    """
+    spec = config.model
+    whole = declared_schema(config) if schema is None else schema
+    laws = length_laws(config.data, whole, lengths or {})
+    schema = reduce_schema(whole, spec.leave_out)
+    counts = id_laws(config.data, schema.ids, ids or {})
+    owners: dict[str, IdInput] = {}
+    lookups: list[LookupSpec] = []
+    loads: list[TableLoad] = []
+    embeddings = spec.embeddings
+
+    def add(feature: str, source: IdInput, mean: float, skew: float) -> None:
+        owners.setdefault(source.table, source)
+        pooling = embeddings.pooling if source.multi else "none"
+        lookups.append(LookupSpec(feature_name=feature, table_name=source.table, pooling=pooling))
+        loads.append(TableLoad(feature_name=feature, ids_per_example=mean, zipf_exponent=skew))
+
+    for source in schema.ids:
+        law = counts[source.name]
+        add(source.name, source, law.mean, law.zipf_exponent)
+    streams = streams_read(spec, schema) if isinstance(spec, GemSpec) else schema.streams
+    for stream in streams:
+        drawn = laws[stream.name].quantiles(1024, most=stream.max_events)
+        mean = sum(drawn) / len(drawn)
+        for source in stream.ids:
+            skew = id_skew(config.data, source.table)
+            add(f"{stream.name}.{source.name}", source, mean, skew)
+    return TablesOf(
+        specs=tuple(
+            TableSpec(
+                name=table,
+                embedding_dim=embeddings.embedding_dim,
+                num_embeddings=owner.num_embeddings,
+                id_space="hash" if owner.id_space == "hash" else "row",
+                out_of_range=embeddings.out_of_range,
+                init_std=embeddings.init_std,
+            )
+            for table, owner in owners.items()
+        ),
+        lookups=tuple(lookups),
+        loads=tuple(loads),
+        optimizer=config.train.tables,
+        examples=config.train.batch_examples if examples is None else examples,
+        replicas="weights" if config.parallel is None else config.parallel.table_replicas,
+    )
+
+
+def _effective(topology: Topology) -> Topology:
+    """The same machines with links as fast as collectives find them: tables are costed by that."""
+    tiers = {}
+    for name in ("host_tier", "zone_tier", "cluster_tier"):
+        tier = getattr(topology, name)
+        if tier is not None:
+            reached = tier.gbytes_per_s * tier.collective_frac
+            tiers[name] = tier.model_copy(update={"gbytes_per_s": reached, "collective_frac": 1.0})
+    return topology.model_copy(update=tiers)
+
+
+def _planning(
+    tables: TablesOf, axes: tuple[int, int, bool], topology: Topology, memory_gib: float | None
+) -> PlanningSpec:
+    shard, replicate, fully = axes
+    bandwidth = accelerator_of(topology).memory_gbytes_per_s
+    return PlanningSpec(
+        topology=_effective(topology),
+        loads=tables.loads,
+        batch_per_rank=tables.examples,
+        memory_gib=memory_gib,
+        table_shard=shard,
+        table_replicate=replicate,
+        fully_sharded=fully and replicate > 1,
+        rates=TableRates(memory_gbytes_per_s=bandwidth),
+    )
+
+
+def _explain(
+    tables: TablesOf, axes: tuple[int, int, bool], topology: Topology, memory_gib: float | None
+) -> Explanation:
+    return explain_tables(
+        tables.specs,
+        tables.lookups,
+        ranks=axes[0] * axes[1],
+        optimizer=tables.optimizer,
+        planning=_planning(tables, axes, topology, memory_gib),
+    )
+
+
+def _step(
+    tables: TablesOf, axes: tuple[int, int, bool], topology: Topology, memory_gib: float | None
+) -> TableStep:
+    shard, replicate, _ = axes
+    if shard == 1 and not axes[2]:
+        return _local(tables, replicate, topology)
+    explanation = _explain(tables, axes, topology, memory_gib)
+    step = explanation.solution.step
+    kinds = [line.sharding for line in explanation.lines]
+    traffic = tuple(_traffic(each, replicate) for each in step.exchanges)
+    local_ms = step.owner_ms + step.batch_ms
+    if tables.replicas == "gradients" and replicate > 1:
+        merged = _merged(tables, explanation)
+        traffic = (*(each for each in traffic if each.what not in _MEANS), merged)
+        local_ms += _update_ms(merged.given_bytes * (replicate - 1), topology)
+    return TableStep(
+        local_ms=local_ms,
+        traffic=traffic,
+        held_bytes=step.held_bytes[0],
+        gathered_bytes=step.gathered_bytes[0] - step.held_bytes[0],
+        buffer_bytes=_buffers(step),
+        cut={kind: kinds.count(kind) for kind in sorted(set(kinds))},
+    )
+
+
+def _merged(tables: TablesOf, explanation: Explanation) -> TableTraffic:
+    """Gradients of a rank's rows, merged over its group, which all copies of its part hear."""
+    widths = {spec.name: spec.embedding_dim for spec in tables.specs}
+    asked = explanation.solution.traffic
+    group = sum(asked[name].group_unique * (8 + 4 * widths[name]) for name in widths)
+    given = group / explanation.plan.table_shard
+    return TableTraffic("gradients of rows", "table_replicate", "all_gather", given)
+
+
+def _update_ms(heard_bytes: float, topology: Topology) -> float:
+    """Time of merging gradients that come from elsewhere and moving their rows."""
+    rates = TableRates(memory_gbytes_per_s=accelerator_of(topology).memory_gbytes_per_s)
+    return 3 * heard_bytes / (rates.memory_gbytes_per_s * 1e6 * rates.update_frac)
+
+
+def _traffic(exchange: Exchange, replicate: int) -> TableTraffic:
+    for what, axis, collective in _COLLECTIVES:
+        if exchange.name == what:
+            given = exchange.rank_bytes
+            if axis == "table_replicate":
+                # The planner counts what a ring sends; here it is what a rank gives.
+                passes = 2 if collective == "all_reduce" else 1
+                given *= replicate / (passes * (replicate - 1))
+                if collective == "all_gather":
+                    given /= replicate
+            return TableTraffic(what, axis, collective, given, exchange.ms)
+    raise ConfigError(f"gem plan: the planner of tables names a collective {exchange.name!r}")
+
+
+def _buffers(step: StepCost) -> int:
+    return round(sum(each.rank_bytes for each in step.exchanges if "weights" not in each.name))
+
+
+def _local(tables: TablesOf, ranks: int, topology: Topology) -> TableStep:
+    """Whole tables on every rank; gradients of rows are gathered from all ranks and merged."""
+    whole = place_tables(tables.specs, {}, table_shard=1, optimizer=tables.optimizer)
+    alone = topology.model_copy(update={"hosts": 1, "ranks_per_host": 1})
+    planning = _planning(tables, (1, 1, False), alone, None)
+    explanation = explain_tables(
+        tables.specs, tables.lookups, optimizer=tables.optimizer, planning=planning, plan=whole
+    )
+    step = explanation.solution.step
+    traffic: tuple[TableTraffic, ...] = ()
+    heard = step.owner_ms
+    given = 0.0
+    if ranks > 1:
+        widths = {spec.name: spec.embedding_dim for spec in tables.specs}
+        unique = {name: asked.unique for name, asked in explanation.solution.traffic.items()}
+        given = sum(unique[name] * (8 + 4 * widths[name]) for name in unique)
+        traffic = (TableTraffic("gradients of rows", "world", "all_gather", given),)
+        # Every rank moves the rows that all ranks have hit, instead of its own.
+        heard += _update_ms(given * (ranks - 1), topology)
+    return TableStep(
+        local_ms=heard + step.batch_ms,
+        traffic=traffic,
+        held_bytes=step.held_bytes[0],
+        buffer_bytes=round(given * ranks),
+        cut={"whole on every rank": len(tables.specs)},
+        whole=True,
+    )

@@ -1,0 +1,355 @@
+"""The work of a recipe: what one rank has to do in a training step, from plain numbers.
+
+Torch-free. FLOPs are those of `gem.model.flops`, which every MFU rests on; a test holds names,
+shapes, FLOPs and kept bytes to the real modules.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from gem.config import RunConfig
+from gem.data.schema import BatchSchema
+from gem.model.flops import PassFlops, experts_flops, total_flops, training_flops
+from gem.model.spec import GemSpec
+from gem.model.structure import head_width, module_key, reduce_schema, streams_read, takes_part
+from gem.planning.lengths import LengthLaw, id_laws, length_laws
+from gem.planning.operators import (
+    Passes,
+    Sizes,
+    event_passes,
+    example_passes,
+    expert_passes,
+    interaction_passes,
+    mixture_passes,
+    pooling_attention,
+    product,
+    self_attention,
+    summary_passes,
+    transformer_passes,
+    weight_casts,
+)
+from gem.planning.parameters import (
+    event_inputs,
+    event_parameters,
+    expert_inputs,
+    expert_parameters,
+    feature_parameters,
+    head_parameters,
+    layer_parameters,
+    layer_tokens,
+    shortcut_parameters,
+)
+from gem.planning.schema import declared_schema
+from gem_opkit.errors import UnsupportedError, refusal
+from gem_parallel.planning.work import Expert, Operator, Parameter, Unit, Work
+
+_BYTES = {"fp32": 4, "bf16_autocast": 2}
+# Histories that stand for the law when the spread of a rank's work is computed.
+_SPREAD_LENGTHS = 64
+_ID_BYTES, _WIDE = 8, 4
+
+
+def work_of(
+    config: RunConfig,
+    schema: BatchSchema | None = None,
+    *,
+    examples: int | None = None,
+    lengths: Mapping[str, LengthLaw] | None = None,
+    ids: Mapping[str, float] | None = None,
+) -> Work:
+    """Count what a training step of a recipe needs on one rank.
+
+    Args:
+        config: the recipe.
+        schema: inputs of its data set; None to derive them from what the data set declares.
+        examples: examples of a rank; None for the recipe's whole batch, as on one rank.
+        lengths: stream -> how long its histories are, where that is not known or another one is
+            meant.
+        ids: input -> mean number of ids of an example, for inputs with several.
+
+    Returns:
+        the work, without tables.
+
+    Raises:
+        ConfigError: a data set that is not there, or lengths that nobody has said.
+        UnsupportedError: a model or a number format that is not counted.
+    """
+    spec = config.model
+    if not isinstance(spec, GemSpec):
+        raise UnsupportedError(
+            refusal(
+                "gem plan",
+                "model.kind",
+                must='be "gem"',
+                got=repr(spec.kind),
+                fix="plan for the hybrid model; the comparison model fits one device",
+            )
+        )
+    element = _element_bytes(config)
+    whole = declared_schema(config) if schema is None else schema
+    examples = config.train.batch_examples if examples is None else examples
+    laws = length_laws(config.data, whole, lengths or {})
+    schema = reduce_schema(whole, spec.leave_out)
+    counts = id_laws(config.data, schema.ids, ids or {})
+    sizes = _sizes(spec, schema, laws, examples, element)
+    flops = training_flops(
+        spec, whole, examples=examples, lengths={n: s.lengths for n, s in sizes.items()}
+    )
+    units = _units(spec, schema, sizes, flops, examples, element)
+    tokens = sum(size.tokens for size in sizes.values())
+    vectors = examples * len(schema.ids)
+    event_ids = {s.name: len(s.ids) for s in schema.streams}
+    vectors += sum(size.tokens * event_ids[name] for name, size in sizes.items())
+    given = examples * (sum(law.mean for law in counts.values()) + len(schema.numbers))
+    given += sum(size.tokens * (event_ids[name] + 2) for name, size in sizes.items())
+    return Work(
+        name=config.name,
+        units=tuple(units),
+        examples=examples,
+        tokens=tokens,
+        compute_bytes=element,
+        input_bytes=round(given * _ID_BYTES),
+        spread=_spread(spec, whole, laws) / math.sqrt(examples),
+        # Vectors, beside their copy in the tokens' input.
+        table_copy_bytes=2 * vectors * spec.embeddings.embedding_dim * _WIDE,
+        # Gradients of a layer's input and of what it made of that.
+        scratch_bytes=2
+        * element
+        * max((s.tokens * spec.stream_spec(n).width for n, s in sizes.items()), default=0),
+        micro_batches=config.train.accumulation_parts,
+    )
+
+
+def _element_bytes(config: RunConfig) -> int:
+    wanted: list[str] = list(config.precision.formats())
+    if len(wanted) > 1 or wanted[0] not in _BYTES:
+        raise UnsupportedError(
+            refusal(
+                "gem plan",
+                "precision",
+                must=f"be one of {', '.join(_BYTES)} throughout",
+                got=", ".join(wanted),
+                fix='plan with --set precision.default="bf16_autocast"',
+            )
+        )
+    return _BYTES[wanted[0]]
+
+
+def _sizes(
+    spec: GemSpec,
+    schema: BatchSchema,
+    laws: Mapping[str, LengthLaw],
+    examples: int,
+    element: int,
+) -> dict[str, Sizes]:
+    found: dict[str, Sizes] = {}
+    for stream in streams_read(spec, schema):
+        own = spec.stream_spec(stream.name)
+        most = min(stream.max_events, own.max_events or stream.max_events)
+        lengths = laws[stream.name].quantiles(examples, most=most)
+        found[stream.name] = Sizes(examples, lengths, element)
+    return found
+
+
+def _units(
+    spec: GemSpec,
+    schema: BatchSchema,
+    sizes: Mapping[str, Sizes],
+    flops: Mapping[str, PassFlops],
+    examples: int,
+    element: int,
+) -> list[Unit]:
+    inputs = len(schema.ids) * spec.embeddings.embedding_dim + len(schema.numbers)
+    units = [
+        _plain_unit(
+            "features",
+            feature_parameters(spec, schema),
+            flops["features"],
+            examples,
+            example_passes(inputs, (), examples, element),
+            element,
+        )
+    ]
+    for stream in streams_read(spec, schema):
+        name = f"events.{module_key(stream.name)}"
+        tokens, own = sizes[stream.name].tokens, spec.stream_spec(stream.name)
+        passes = event_passes(event_inputs(spec, stream), own, tokens, element)
+        parameters = event_parameters(spec, stream)
+        units.append(_plain_unit(name, parameters, flops[name], tokens, passes, element))
+    for index in range(len(spec.layers)):
+        units.append(_layer(spec, schema, sizes, flops, index, examples, element))
+    width = head_width(spec, schema, streams_read(spec, schema))
+    hidden = (*spec.heads.trunk_widths, *spec.heads.task_widths * len(schema.labels))
+    passes = example_passes(width, hidden, examples, element)
+    parameters = head_parameters(spec, schema)
+    units.append(_plain_unit("heads", parameters, flops["heads"], examples, passes, element))
+    if parameters := shortcut_parameters(spec, schema):
+        passes = example_passes(len(schema.numbers), (), examples, element)
+        own = flops["shortcut"]
+        units.append(_plain_unit("shortcut", parameters, own, examples, passes, element))
+    return units
+
+
+def _plain_unit(
+    name: str,
+    parameters: Sequence[Parameter],
+    flops: PassFlops,
+    rows: int,
+    passes: Passes,
+    element: int,
+) -> Unit:
+    return Unit(
+        name=name,
+        parameters=tuple(parameters),
+        operators=(
+            product(flops, rows, parameters, element),
+            weight_casts(parameters, element),
+            passes.operator(),
+        ),
+        kept_bytes=passes.kept,
+    )
+
+
+def _layer(
+    spec: GemSpec,
+    schema: BatchSchema,
+    sizes: Mapping[str, Sizes],
+    flops: Mapping[str, PassFlops],
+    index: int,
+    examples: int,
+    element: int,
+) -> Unit:
+    name, kind = f"layers.{index}", spec.layers[index]
+    tokens = layer_tokens(spec, schema, index)
+    parameters = layer_parameters(spec, schema, index)
+    streams = [s for s in streams_read(spec, schema) if takes_part(spec, s.name, index)]
+    operators: list[Operator] = [weight_casts(parameters, element)]
+    kept = 0
+
+    def take(passes: Passes) -> None:
+        nonlocal kept
+        operators.append(passes.operator())
+        kept += passes.kept
+
+    def of(prefix: str) -> list[Parameter]:
+        return [p for p in parameters if p.name.startswith(f"{prefix}.")]
+
+    if f"{name}.summary" in flops:
+        rows = examples * spec.summary_tokens
+        at = f"{name}.summary"
+        operators.append(product(flops[at], rows, of(f"{at}.mlp"), element))
+        take(summary_passes(spec, tokens, examples, element))
+    for stream in streams:
+        own, size = spec.layer_stream_spec(stream.name, index), sizes[stream.name]
+        at = f"{name}.streams.{module_key(stream.name)}"
+        before = [k for i, k in enumerate(spec.layers[:index]) if takes_part(spec, stream.name, i)]
+        pooled = before[-1:] == ["interaction"]
+        if kind == "interaction":
+            attention = pooling_attention(spec, own, size)
+            take(interaction_passes(spec, own, size, input_is_kept=pooled))
+        else:
+            attention = [self_attention(own, size)]
+            take(transformer_passes(spec, own, size, input_is_kept=pooled))
+        operators += attention
+        counted = PassFlops(
+            sum(op.forward.flops for op in attention), sum(op.backward.flops for op in attention)
+        )
+        rest = PassFlops(flops[at].forward - counted.forward, flops[at].backward - counted.backward)
+        # Of all weights those that read every event; the others read a few rows an example.
+        over_events = [p for p in of(at) if p.columns == own.width and "pool.q" not in p.name]
+        operators.append(product(rest, size.tokens, over_events, element))
+    take(mixture_passes(spec, tokens, examples, element))
+    experts = _experts(spec, schema, index, flops[f"{name}.experts"], examples, element)
+    shared = flops[f"{name}.experts"]
+    for expert in experts:
+        own_flops = next(op for op in expert.operators if op.kind == "matmul")
+        shared = PassFlops(
+            shared.forward - own_flops.forward.flops, shared.backward - own_flops.backward.flops
+        )
+    operators.append(product(shared, examples, (), element))
+    outputs = spec.experts.fm_tokens + spec.experts.linear_tokens
+    return Unit(
+        name=name,
+        parameters=parameters,
+        operators=tuple(operators),
+        kept_bytes=kept,
+        experts=experts,
+        output_bytes=examples * outputs * spec.width * element,
+    )
+
+
+def _experts(
+    spec: GemSpec,
+    schema: BatchSchema,
+    index: int,
+    flops: PassFlops,
+    examples: int,
+    element: int,
+) -> tuple[Expert, ...]:
+    found: list[Expert] = []
+    for place, tokens in enumerate(expert_inputs(spec, schema, index)):
+        name = f"layers.{index}.experts.experts.{place}"
+        parameters = expert_parameters(name, spec.experts, spec.width, tokens)
+        passes = expert_passes(spec.experts, spec.width, tokens, examples, element)
+        found.append(
+            Expert(
+                parameters=parameters,
+                operators=(
+                    product(
+                        expert_flops(spec, tokens, examples),
+                        examples,
+                        [p for p in parameters if ".mlp." in p.name],
+                        element,
+                    ),
+                    weight_casts(parameters, element),
+                    passes.operator(),
+                ),
+                kept_bytes=passes.kept,
+                input_bytes=examples * tokens * spec.width * element,
+            )
+        )
+    return tuple(found)
+
+
+def expert_flops(spec: GemSpec, tokens: int, examples: int) -> PassFlops:
+    """FLOPs of one expert: those of a mixture of one that reads all of its tokens.
+
+    Args:
+        spec: the model.
+        tokens: tokens that it reads.
+        examples: examples of a rank.
+    """
+    alone = spec.experts.model_copy(update={"count": 1, "partition": "all", "residual": False})
+    return experts_flops(alone, spec.width, examples, tokens=tokens, summary_tokens=0)
+
+
+def _spread(spec: GemSpec, schema: BatchSchema, laws: Mapping[str, LengthLaw]) -> float:
+    """Standard deviation over mean of the FLOPs of an example, streams independent."""
+    streams = streams_read(spec, reduce_schema(schema, spec.leave_out))
+    if not streams:
+        return 0.0
+    longest = {
+        s.name: min(s.max_events, spec.stream_spec(s.name).max_events or s.max_events)
+        for s in streams
+    }
+    drawn = {s.name: laws[s.name].quantiles(_SPREAD_LENGTHS, most=longest[s.name]) for s in streams}
+    middle = {name: lengths[_SPREAD_LENGTHS // 2] for name, lengths in drawn.items()}
+    variance = mean = 0.0
+    for name, lengths in drawn.items():
+        costs = [
+            float(
+                total_flops(
+                    training_flops(
+                        spec,
+                        schema,
+                        examples=1,
+                        lengths={n: [m] for n, m in {**middle, name: length}.items()},
+                    ).values()
+                ).total
+            )
+            for length in lengths
+        ]
+        average = sum(costs) / len(costs)
+        variance += sum((cost - average) ** 2 for cost in costs) / len(costs)
+        mean = max(mean, average)
+    return math.sqrt(variance) / mean if mean else 0.0

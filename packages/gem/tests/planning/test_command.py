@@ -1,0 +1,194 @@
+"""`gem plan`: its answers, its errors, and that it needs no torch and little time."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from gem.planning.command import Asked, as_json, as_text, plan_recipe
+from gem.planning.rates import DEFAULT, calibrated, read_rows
+from gem_opkit.errors import ConfigError, DataError
+from gem_parallel.topology import preset
+
+
+def test_thousands_of_gpus_without_torch_in_seconds():
+    # In a process where importing torch fails.
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "sys.argv = ['gem', 'plan', '--gpus', '4096', '--json']\n"
+        "from gem.cli import main; main()"
+    )
+    began = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, text=True)
+    seconds = time.perf_counter() - began
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["gpus"] == 4096
+    best = found["plans"][0]
+    axes = best["plan"]
+    assert axes["replicate"] * axes["shard"] * axes["expert"] == 4096
+    assert axes["table_shard"] * axes["table_replicate"] == 4096
+    assert best["fits"]
+    assert best["memory_bytes"]["total"] < 139 * 2**30
+    assert best["step_ms"] == pytest.approx(sum(best["parts_ms"].values()))
+    assert 0 < best["e2e_mfu"] < best["local_mfu"] < 1
+    assert seconds < 30  # ten on a machine of its own; this one runs other tests beside
+
+
+def test_answer_for_people_shows_plans_and_reasons():
+    text = as_text(plan_recipe(Asked("h200", 8, most=2)))
+    assert "1 hosts of 8, links nvlink" in text
+    assert "dense exposed" in text
+    assert "all_gather" in text
+    assert text.count("table_shard") > 1
+
+
+def test_plan_of_the_recipe_is_forecast_beside_the_best():
+    settings = ("parallel.replicate=2", "parallel.table_replicate=2")
+    found = as_json(plan_recipe(Asked("h200", 2, settings=settings)))
+    assert found["given"]["plan"]["replicate"] == 2
+    assert found["given"]["step_ms"] >= found["plans"][0]["step_ms"]
+    with pytest.raises(ConfigError, match=r"world size 4; got 2 \* 1 \* 1 = 2"):
+        plan_recipe(Asked("h200", 4, settings=settings))
+
+
+def test_batch_and_lengths_are_taken_as_said():
+    whole = plan_recipe(Asked("h200", 1))
+    less = plan_recipe(Asked("h200", 1, batch=512, lengths=("impressions=1:1024",)))
+    assert less.work.examples == 512
+    assert less.work.tokens == pytest.approx(whole.work.tokens / 4, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        (Asked("h200", 12), r"512 \* 8 = 4096, and fill whole hosts or lie in one; got 12"),
+        (Asked("h200", 5000), "= 4096"),
+        (Asked("h200", 2, topology="h200"), r"1 \* 1 = 1.*got 2"),
+        (Asked("h200", 2, topology="h200y"), "did you mean 'h200'"),
+        (Asked("h200", 2, axes=("shard",)), "--axis must look like shard=8; got 'shard'"),
+        (Asked("h200", 2, axes=("shard=3",)), r"ranks_per_host=2 = 2.*shard=3"),
+        (Asked("h200", 8, axes=("expert=4",)), r"divides the experts \(2\).*expert=4"),
+        (Asked("h200", 2, axes=("shards=2",)), "must name axes .*'shards'"),
+        (Asked("h200", 2, lengths=("impressions=9:3",)), "--lengths must look like clicks=1:200"),
+        (Asked("h200", 2, lengths=("views=1:3",)), r"a stream that is read \(impressions\)"),
+        (Asked("h200", 2, ids=("tags=many",)), "--ids must look like"),
+        (Asked("nothing", 2), "RECIPE must be a TOML file or one of"),
+        (Asked("ml100k-time", 2), "gem data prepare movielens-100k"),
+    ],
+)
+def test_mistakes_are_told(asked, told, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=told):
+        plan_recipe(asked)
+
+
+def test_statistics_that_data_does_not_declare_are_asked_for(tmp_path):
+    spec = """
+name = "mine"
+format = 1
+[[tables]]
+name = "user"
+num_embeddings = 100
+[[tables]]
+name = "genre"
+num_embeddings = 9
+[[streams]]
+name = "plays"
+ids = [{name = "genre", table = "genre"}]
+[examples]
+rows = 10
+ids = [{name = "user_id", table = "user"}, {name = "genres", table = "genre", multi = true}]
+labels = [{name = "liked"}]
+[[splits]]
+name = "train"
+start = 0
+stop = 10
+"""
+    (tmp_path / "dataset.toml").write_text(spec, encoding="utf-8")
+    settings = (
+        *('data.dataset="mine"', f'data.folder="{tmp_path}"', "data.streams={plays={}}"),
+        *("data.derived=[]", "model.leave_out=[]"),
+    )
+    with pytest.raises(ConfigError, match=r"--lengths plays=1:200"):
+        plan_recipe(Asked("own-log", 1, settings=settings))
+    lengths = ("plays=1:50",)
+    with pytest.raises(ConfigError, match=r"--ids genres=MEAN"):
+        plan_recipe(Asked("own-log", 1, settings=settings, lengths=lengths))
+    asked = Asked("own-log", 1, settings=settings, lengths=lengths, ids=("genres=2.5",))
+    assert plan_recipe(asked).work.tokens == pytest.approx(256 * 25.5, rel=0.02)
+    (tmp_path / "dataset.toml").write_text("name = ", encoding="utf-8")
+    with pytest.raises(DataError, match="must be TOML in UTF-8"):
+        plan_recipe(asked)
+
+
+def step_row(**sections):
+    return {
+        "bench": "step",
+        "case": "h200, 1 ranks, replicate=1, 1024 a rank",
+        "device": "NVIDIA H200",
+        "gpus": 1,
+        "set": [],
+        "examples_a_rank": 1024,
+        "sections_ms": {
+            "forward": 120.0,
+            "backward": 240.0,
+            "tables": 8.0,
+            "optimizer": 30.0,
+            **sections,
+        },
+    }
+
+
+def test_calibration_explains_the_step_that_it_was_made_from(tmp_path):
+    file = tmp_path / "step.jsonl"
+    file.write_text(json.dumps(step_row()) + "\n\n", encoding="utf-8")
+    found = plan_recipe(Asked("h200", 1, calibrate=file))
+    parts = found.search.single.parts_ms
+    assert parts["compute"] == pytest.approx(360.0)
+    assert parts["tables"] == pytest.approx(8.0)
+    assert parts["optimizer"] == pytest.approx(30.0)
+    assert "step of h200" in found.sources[-1]
+
+
+def test_calibration_finds_the_links_that_rows_were_made_with():
+    # 0.05 ms and 100 GB/s: a gather of a rank's bytes between two sends them once.
+    rows = [
+        {
+            "bench": "collectives",
+            "collective": "all_gather",
+            "ranks": 2,
+            "given_bytes": 2**power,
+            "ms": 0.05 + 2**power / 100e6,
+        }
+        for power in range(12, 30)
+    ]
+    found = calibrated(rows, preset("h200x2"))
+    tier = found.topology.host_tier
+    assert tier.gbytes_per_s * tier.collective_frac == pytest.approx(100.0)
+    assert found.rates.launch_us + tier.latency_us == pytest.approx(50.0)
+    assert found.rates.shares == DEFAULT.shares
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{", "one JSON object a line; got line 1"),
+        ('{"bench": "reader"}', "must hold a row of bench_step on one GPU.*got reader"),
+        ("", "got no row"),
+        (json.dumps(step_row(forward=1.0)), "must take longer than attention alone"),
+        (json.dumps(step_row(optimizer=2000.0)), "shares of the roofline of 0.02 or more"),
+    ],
+)
+def test_calibration_refuses_what_explains_nothing(text, told, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=told):
+        calibrated(read_rows(file), preset("h200"))
+
+
+def test_calibration_file_has_to_be_there(tmp_path):
+    with pytest.raises(ConfigError, match="--calibrate must be a file"):
+        read_rows(tmp_path / "absent.jsonl")

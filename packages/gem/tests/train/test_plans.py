@@ -1,0 +1,113 @@
+"""Every plan of four ranks learns what one process learns, tables sharded too."""
+
+import pytest
+import torch
+
+from gem.config import RunConfig
+from gem.train.local_tensors import local_part
+from gem.train.progress import Display
+from gem.train.run import build_run, torch_settings
+from gem_embeddings.pieces import local_pieces
+from gem_parallel.collectives import all_reduce_sum
+from gem_parallel.launch import World
+from gem_parallel.testing import run_ranks
+
+# Large steps, so that whatever learns wrongly shows in ten of them.
+BASE = [
+    *("model.dropout=0.0", "model.embeddings.initial_rows=by_place", "model.experts.count=4"),
+    *("train.log_every_steps=1", "train.dense.lr=1e-2", "train.tables.lr=0.1"),
+]
+CUTS = ["row_wise", "column_wise", "table_wise"]
+TABLES = ["user", "item", "position", "age_group", "country", "category", "tag", "feedback"]
+
+
+def plan(dense: str, tables: str, *more: str) -> list[str]:
+    """``replicate/shard/expert`` and ``table_shard x table_replicate``; no table stays whole."""
+    axes = ("replicate", "shard", "expert", "table_shard", "table_replicate")
+    sizes = [*dense.split("/"), *tables.split("x")]
+    cuts = (f"parallel.table_sharding.{t}=['{CUTS[i % 3]}']" for i, t in enumerate(TABLES))
+    return [
+        *(f"parallel.{axis}={size}" for axis, size in zip(axes, sizes, strict=True)),
+        "parallel.replicate_below=40",  # the model is small: most of it would be copied
+        *more,
+        *(cuts if sizes[3] != "1" else ()),
+    ]
+
+
+FULLY = "parallel.fully_sharded_tables=true"
+SCARCE = ["train.batch_examples=3", "data.max_rows=21"]
+# Every dense plan and every plan of tables, each with another.
+PLANS = {
+    "4/1/1, 1x4": plan("4/1/1", "1x4"),
+    "2/2/1, 2x2": plan("2/2/1", "2x2"),
+    "1/4/1, 4x1": plan("1/4/1", "4x1"),
+    "2/1/2, 1x4 fully": plan("2/1/2", "1x4", FULLY),
+    "1/2/2, 2x2 fully": plan("1/2/2", "2x2", FULLY),
+    "1/1/4, 4x1 in parts": plan("1/1/4", "4x1", "train.accumulation_parts=3"),
+    # Three examples a step: one of four ranks never has any, in two of three parts no rank has.
+    "2/1/2, 1x4 scarce": [*plan("2/1/2", "1x4"), *SCARCE, "train.accumulation_parts=3"],
+    "1/2/2, 2x2 scarce": [*plan("1/2/2", "2x2"), *SCARCE],
+}
+
+
+def learn(config: RunConfig, world: World, data_root) -> tuple[list[list[float]], list[int]]:
+    """Loss and gradient norm of every step; and what this rank holds of dense weights and rows."""
+    with torch_settings(config.train):
+        run = build_run(config, data_root / "unused", world, Display(None), data_root)
+        run.step.model.train()
+        found = []
+        for number, batch in enumerate(run.reader.batches("train")):
+            scored = run.step(batch, number)
+            assert scored.fault is None
+            loss = all_reduce_sum(scored.loss.double(), world)
+            found.append([float(loss), float(scored.grad_norm)])
+        dense = sum(local_part(p.detach()).numel() for p in run.step.dense.values())
+        engine = run.step.engine
+        state = {} if engine is None else engine.table_state()
+        rows = [state[name] for name in state if name.endswith(".weight")]
+        held = sum(piece.values.numel() for weight in rows for piece in local_pieces(weight))
+        return found, [dense, held]
+
+
+def learn_all(world: World, configs: dict[str, RunConfig], data_root):
+    return {name: learn(config, world, data_root) for name, config in configs.items()}
+
+
+@pytest.fixture(scope="module")
+def learned(tiny, data_root):
+    """What each plan learned on four ranks; what one process did, of all and of few examples."""
+    base = [*BASE, "train.clip_norm=0.5"]
+    alone = {
+        scarce: learn(tiny(*base, *(SCARCE if scarce else ())), World(), data_root)
+        for scarce in (False, True)
+    }
+    configs = {name: tiny(*base, *given) for name, given in PLANS.items()}
+    weights = "parallel.table_replicas=weights"
+    configs["weights"] = tiny(*base, *PLANS["2/2/1, 2x2"], weights)
+    return run_ranks(learn_all, 4, configs, data_root), alone
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_plan_learns_what_one_process_learns(learned, name):
+    ranks, alone = learned
+    wanted, (whole, _) = alone["scarce" in name]
+    assert len(wanted) == (7 if "scarce" in name else 10)
+    assert wanted[-1][0] < 0.96 * wanted[0][0]  # it matters what is learned
+    for rank in ranks:
+        assert torch.tensor(rank[name][0]) == pytest.approx(torch.tensor(wanted), rel=2e-6)
+    held = torch.tensor([rank[name][1] for rank in ranks])
+    if not name.startswith("4/1/1"):
+        assert held[:, 0].max() < whole
+    if "4x1" in name or "fully" in name:
+        assert held[:, 1].max() < held[:, 1].sum() / 2
+
+
+def test_sharding_groups_that_exchange_rows_learn_something_else_together(learned):
+    ranks, alone = learned
+    wanted = alone[False][0]
+    found = ranks[0]["weights"][0]
+    assert all(rank["weights"][0] == found for rank in ranks)
+    assert found[0] == pytest.approx(wanted[0], rel=2e-6)
+    losses = [loss for loss, _ in found]
+    assert losses[1:] != pytest.approx([loss for loss, _ in wanted[1:]], rel=1e-4)
+    assert min(losses) < 0.8 * losses[0]
