@@ -181,11 +181,11 @@ class TableEngine(nn.Module, ABC):
     @property
     @abstractmethod
     def lr(self) -> float:
-        """Learning rate of the next backward pass."""
+        """Learning rate of the next backward pass, or of the next ``apply``."""
 
     @abstractmethod
     def set_lr(self, lr: float) -> None:
-        """Set the learning rate of the next backward pass.
+        """Set the learning rate of the next backward pass, or of the next ``apply``.
 
         Args:
             lr: at least 0.
@@ -212,7 +212,7 @@ class TableEngine(nn.Module, ABC):
     def load_table_state(self, state: Mapping[str, Tensor]) -> None:
         """Take over a state; shapes and layout as those of ``table_state``.
 
-        Gradients that are held are dropped.
+        Gradients that are held are dropped, unless the state is refused.
 
         Args:
             state: the same keys. Tensors of ``table_state`` itself, which were overwritten in

@@ -133,8 +133,9 @@ class Prefetcher(Generic[Batch]):
         try:
             return next(batches), False
         except StopIteration:
-            alone = self._empty is None or self._engine.world.size == 1
-            return None if alone else self._empty(), True
+            if self._empty is None or self._engine.world.size == 1:
+                return None, True
+            return self._empty(), True
 
     def _parts(self, batch: Batch | None) -> tuple[Any, Mapping[str, Tensor] | None]:
         """What the engine takes of a batch."""

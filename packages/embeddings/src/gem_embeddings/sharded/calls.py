@@ -32,7 +32,7 @@ class Started(StartedLookup):
                 refusal(
                     OP,
                     "backward",
-                    must="run once for each forward, because it moves rows",
+                    must="run once for each forward, because rows learn from it",
                     got="a second one",
                     fix="add the losses up, or look up again",
                 )
@@ -41,7 +41,7 @@ class Started(StartedLookup):
 
 
 class Exchange(torch.autograd.Function):
-    """Vectors of rows forward; backward their gradients, which move the rows."""
+    """Vectors of rows forward; backward their gradients, which move the rows or are held."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, engine: Any, started: Started) -> Tensor:
@@ -51,7 +51,7 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
-        """Move the rows."""
+        """Move the rows, or hold their gradients."""
         ctx.started.begin_to_learn()
         ctx.engine.learn(ctx.started.arrived, grads[0])
         return None, None, None
