@@ -69,8 +69,7 @@ def recipe(name: str | None) -> RunConfig:
 def begun(config: RunConfig, world: World) -> tuple[TrainStep, TrainState]:
     schema = declared_schema(config)
     torch.manual_seed(config.seed)
-    with world.device:
-        model = build_model(config.model, schema, seed=config.seed)
+    model = build_model(config.model, schema, seed=config.seed).to(world.device)
     clock = StepClock(world.device)
     step = TrainStep(config, model, schema, world, total_steps=STEPS, clock=clock)
     metrics = MetricStream(schema.labels, schema.domains, 2)

@@ -161,7 +161,8 @@ class TableEngine(nn.Module, ABC):
         """Tell whether the gradients held on this rank, and their squares, are finite.
 
         Those of the rows that this rank holds, from all ranks of its sharding group: two ranks may
-        get different answers. Waits for no device.
+        get different answers. Where groups exchange gradients, a gradient whose sum could overflow
+        in ``wire_dtype`` is not finite either. Waits for no device.
 
         Returns:
             a bool scalar on the device of the tables; True where nothing is held.

@@ -185,6 +185,32 @@ def test_what_is_held_is_looked_at_before_it_moves_rows() -> None:
         engine.apply()
 
 
+def overflow_between_groups(world: World) -> list[bool]:
+    """What is said of gradients that fit fp32, for groups that exchange them in fp16."""
+    plan = place_tables(SPECS, SHARDINGS, table_shard=1, table_replicate=2, optimizer=RULE)
+    engine = build_tables(
+        SPECS, (), plan, RULE, world, update="step", replicas="gradients", wire_dtype="fp16"
+    )
+    said = []
+    # The largest number of fp16 is 65504; the fourth reaches it in two passes.
+    for factors in ((1e4,), (1e5,), (4e4,), (4e4, 4e4)):
+        for factor in factors:
+            vectors = engine({spec.name: Jagged.from_list([torch.tensor([1])]) for spec in SPECS})
+            (vectors["big"].sum() * factor + vectors["cut"].sum() + vectors["few"].sum()).backward()
+        finite = bool(engine.held_finite())
+        said.append(finite)
+        if finite:
+            engine.apply()
+        else:
+            engine.discard()
+    assert all(bool(engine.full_weight(spec.name).isfinite().all()) for spec in SPECS)
+    return said
+
+
+def test_gradients_that_would_overflow_between_groups_are_not_finite() -> None:
+    assert run_ranks(overflow_between_groups, 2) == [[True, False, True, False]] * 2
+
+
 def test_calls_that_do_not_fit_the_setting_are_refused() -> None:
     engine = engine_of(World())
     # As a part of a model it takes what any module takes.

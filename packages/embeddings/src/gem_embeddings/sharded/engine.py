@@ -143,7 +143,7 @@ class TorchTables(TableEngine):
             ranks=plan.table_shard * (plan.table_replicate if alike else 1),
             seed=seed,
         )
-        self._held = HeldGradients()
+        self._held = HeldGradients(plan.table_shard, wire if alike else None)
         # A group of one rank has nobody to send to. Where gradients are held or exchanged, the
         # different rows have to be picked out all the same.
         self._direct = (

@@ -114,12 +114,18 @@ def merged(
 class HeldGradients:
     """Gradients of several backward passes.
 
+    Args:
+        ranks: that may each send a row once a pass.
+        travels_in: format in which sums of all of them travel on; None where they stay.
+
     Attributes:
         passes: backward passes since the last ``take`` or ``drop``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int = 1, travels_in: torch.dtype | None = None) -> None:
         self.passes = 0
+        # What a sum may reach, spread over the ranks that may add to it.
+        self._most = (float("inf") if travels_in is None else torch.finfo(travels_in).max) / ranks
         self._parts: list[list[RowGradients]] = []
 
     def add(self, found: Sequence[RowGradients]) -> None:
@@ -144,6 +150,9 @@ class HeldGradients:
     def finite(self, device: torch.device) -> Tensor:
         """Tell whether all elements, and sums of their squares, are finite. Waits for nothing.
 
+        Where sums travel on, elements that are so large that a sum could leave their format count
+        as not finite too.
+
         Args:
             device: of the answer.
 
@@ -155,7 +164,8 @@ class HeldGradients:
             return torch.ones((), dtype=torch.bool, device=device)
         # The largest absolute value of each; NaN where one is NaN.
         norms = torch._foreach_norm(grads, float("inf"))
-        return (torch.stack([norm.float() for norm in norms]) <= LARGEST).all()
+        largest = min(LARGEST, self._most / self.passes)
+        return (torch.stack([norm.float() for norm in norms]) <= largest).all()
 
 
 class ReplicaGradients:
