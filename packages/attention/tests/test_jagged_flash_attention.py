@@ -946,6 +946,7 @@ def test_poison_and_tails_on_gpu(kernels):
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 def test_more_than_two_to_the_31_elements(kernels):
     lengths = [1000] * 2200
     q, k, v = (

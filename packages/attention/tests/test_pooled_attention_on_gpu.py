@@ -159,6 +159,7 @@ def test_a_captured_graph_is_right_for_other_lengths(seeds):
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 def test_more_than_two_to_the_31_elements():
     q, k, v, layout = on_gpu([1000] * 2, 16, heads=8)
     k, v = (torch.randn(2_200_000, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))

@@ -284,6 +284,7 @@ def test_reference_is_what_the_operator_runs():
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 def test_more_words_than_int32_on_gpu():
     # 2 × 2^24 × 97 bf16 elements, each a word of its own because rows are of an odd number of them:
     # beyond 2^31, so an int32 index would wrap.

@@ -67,6 +67,7 @@ def test_a_captured_graph_follows_new_lengths():
         assert result[rows:].eq(0).all()
 
 
+@pytest.mark.large
 def test_more_words_than_int32():
     # Rows of an odd number of bf16 are moved element by element, so that the kernels count beyond
     # 2^31 of their own words; of words of 8 bytes that would take 17 GB.

@@ -1,5 +1,8 @@
 """The pytest plugin, run on small test files of its own."""
 
+import json
+import sys
+
 import pytest
 import torch
 from hypothesis import find, given
@@ -116,6 +119,29 @@ def test_kernel_tests_can_be_selected_for_compute_sanitizer(run, monkeypatch):
     monkeypatch.setattr("gem_opkit.testing._gpus", lambda: 1)
     source = ONE_GPU_TEST + "\n@pytest.mark.gpu\n@pytest.mark.memcheck\ndef test_odd(): pass"
     run(source, "-m", "memcheck").assert_outcomes(passed=1, deselected=2)
+
+
+LARGE_TEST = """
+import json, os, time
+from pathlib import Path
+import pytest
+@pytest.mark.large
+def test_large():
+    began = time.monotonic()
+    time.sleep(0.5)
+    Path(f"{os.getpid()}.json").write_text(json.dumps([began, time.monotonic()]))
+"""
+
+
+def test_large_tests_of_two_processes_run_one_after_the_other(pytester, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(pytester.path))
+    pytester.makepyfile(LARGE_TEST)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "gem_opkit.testing"]
+    processes = [pytester.popen(command) for _ in range(2)]
+    assert [process.wait(60) for process in processes] == [0, 0]
+    spans = sorted(json.loads(file.read_text()) for file in pytester.path.glob("*.json"))
+    assert len(spans) == 2
+    assert spans[0][1] <= spans[1][0]
 
 
 def test_markers_are_documented(run):

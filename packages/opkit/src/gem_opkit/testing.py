@@ -7,6 +7,8 @@ checks. The plugin
   not met is skipped (hardware) or deselected (data, extras), and any other skip fails;
 - under ``GEM_REQUIRE_GPU=1`` fails every skip;
 - sets ``TRITON_INTERPRET=1`` when no GPU is visible, before kernels are decorated;
+- lets tests of several processes share a card: each gives its memory back, and one marked ``large``
+  runs at a time;
 - fills ``torch.empty`` called from our packages with NaN, and fixes the seeds of every test;
 - turns warnings raised from our packages into errors, and ignores those of others.
 """
@@ -14,8 +16,11 @@ checks. The plugin
 import importlib.util
 import os
 import random
+import tempfile
 from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -139,6 +144,7 @@ MARKERS: dict[str, Marker] = {
         _interpreting,
     ),
     "memcheck": Marker("small run of a kernel, to be repeated under compute-sanitizer", _always),
+    "large": Marker("needs more than 8 GiB of a GPU; runs one at a time on a machine", _always),
     "slow": Marker("takes more than a few seconds", _always),
     "kuairand": Marker(
         "needs the KuaiRand files; GEM_KUAIRAND names their folder",
@@ -198,6 +204,31 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if gone:
         config.hook.pytest_deselected(items=gone)
         items[:] = kept
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """Share a card among processes: large tests one after another, and no memory kept."""
+    with _one_at_a_time() if item.get_closest_marker("large") else nullcontext():
+        try:
+            return (yield)
+        finally:
+            if _gpus() and torch.cuda.is_initialized():
+                # What torch keeps for later would be missing in the other workers of pytest-xdist.
+                torch.cuda.empty_cache()
+
+
+@contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Wait for this user's other processes; where there is no fcntl (Windows), do not."""
+    if not _installed("fcntl"):
+        yield
+        return
+    import fcntl
+
+    with (Path(tempfile.gettempdir()) / f"gem-large-tests-{os.getuid()}").open("w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        yield
 
 
 @pytest.hookimpl(wrapper=True)
