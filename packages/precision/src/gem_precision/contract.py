@@ -13,6 +13,13 @@ from gem_opkit.contract import Contract
 NumberFormat = Literal["fp32", "bf16_autocast", "mxfp8", "fp8_block", "mxfp4", "nvfp4"]
 LayerKind = Literal["projection", "mlp", "attention", "norm", "head"]
 
+# Words of MXFP8 quantisation: how a scale is rounded, what an element is, what shares a scale, and
+# in which dim blocks of 1x32 lie.
+MxScaling = Literal["mxfp8_rceil", "mxfp8_floor"]
+MxElement = Literal["e4m3", "e5m2"]
+MxBlock = Literal["1x32", "32x32"]
+MxDirection = Literal["rows", "columns"]
+
 
 class PrecisionRecipe(Contract):
     """Which number format each kind of layer computes in.
