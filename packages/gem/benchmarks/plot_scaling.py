@@ -98,7 +98,8 @@ def measured(folder: Path) -> list[str]:
         folder: of all results.
 
     Returns:
-        Markdown; the first row is the one that rates were fitted to.
+        Markdown; the first row is the one that rates were fitted to, and that weak scaling is
+        counted against.
     """
     places = [folder / place / "step.jsonl" for place in ("h200", "h200x2")]
     rows = [row for place in places if place.is_file() for row in read_rows(place)]
@@ -107,17 +108,19 @@ def measured(folder: Path) -> list[str]:
     fitted = calibrated([*rows, *collectives], PRESETS["h200x2"])
     sys.stdout.write(f"{fitted.rates!r}\n{fitted.topology.host_tier!r}\n")  # for gem.planning.rates
     lines = [
-        "| recipe | GPUs, plan | measured, ms | forecast, ms | ratio | peak, GiB | forecast, GiB |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
+        "| recipe | GPUs, plan | MFU | weak scaling | measured, ms | forecast, ms | error "
+        "| peak, GiB | forecast, GiB |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in rows:
         found = forecast_of(row, fitted)
         here = " (fitted to it)" if row is rows[0] else ""
         name = ", ".join([str(row["case"]).partition(",")[0], *row["set"]])
-        ratio = found.step_ms / row["step_ms"]
+        error = found.step_ms / row["step_ms"] - 1
         lines.append(
-            f"| {name}{here} | {row['gpus']}, {row['plan']} | {row['step_ms']:.1f} | "
-            f"{found.step_ms:.1f} | {ratio:.3f} | {row['peak_bytes'] / 2**30:.1f} | "
+            f"| {name}{here} | {row['gpus']}, {row['plan']} | {100 * row['e2e_mfu']:.1f} % | "
+            f"{row['e2e_mfu'] / rows[0]['e2e_mfu']:.3f} | {row['step_ms']:.1f} | "
+            f"{found.step_ms:.1f} | {100 * error:+.1f} % | {row['peak_bytes'] / 2**30:.1f} | "
             f"{found.memory.total / 2**30:.1f} |"
         )
     return lines
@@ -260,8 +263,8 @@ def plot(points: Iterable[Point], size: str) -> str:
     ticks = [(float(power), f"{2**power:,}") for power in range(0, 13, 2)]
     drawn = Plot(
         HALF,
-        Axis(0.0, 12.3, "GPUs"),
-        Axis(0.5, 1.05, "forecast weak scaling"),
+        Axis(0.0, 12.6, "GPUs"),
+        Axis(0.2, 1.05, "forecast weak scaling"),
         f"forecast weak scaling over 1 to 4,096 GPUs, tables of {size}",
         x_ticks=ticks,
     )

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from gem import cli
 from gem.cli import main
 from gem.config import shipped_recipes
 from gem.data.prepare import NAMES, default_folder, prepare
@@ -350,6 +351,32 @@ def test_a_termination_of_a_command_that_only_reads_leaves_nothing_half_written(
         assert (code, err) == (128 + signal.SIGTERM, "terminated; nothing was written\n")
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "tiny.toml"]
+
+
+@pytest.mark.parametrize(
+    ("places", "launch"),
+    [
+        ({"WORLD_SIZE": "1"}, ""),
+        (
+            {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "1"},
+            "torch.distributed.run --nproc-per-node 4 -m ",
+        ),
+        (
+            {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "2"},
+            "torch.distributed.run --nnodes 2 --nproc-per-node 8 -m ",
+        ),
+    ],
+)
+def test_command_that_goes_on_has_the_hosts_and_the_ranks_of_each(
+    places, launch, monkeypatch, capsys
+):
+    monkeypatch.setattr(sys, "argv", ["gem", "train", "mine.toml", "--resume"])
+    for name, value in places.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as ending:
+        cli._end_early("stopped", signal.SIGTERM)
+    assert ending.value.code == 0
+    assert f" -m {launch}gem train mine.toml --resume\n" in capsys.readouterr().err
 
 
 def test_two_ranks_continue_one_reach_what_it_reaches_and_one_continues_them(gem, tiny_file, data):

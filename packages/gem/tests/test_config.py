@@ -140,6 +140,9 @@ def test_settings_of_a_stream_that_is_not_read_are_refused():
         ("train.batch_examples", "must look like a.b=value"),
         ("train.batch_examples.x=1", "train.batch_examples is none; got 64"),
         ("data.statistics.3.label='x'", "index of its 1 entries; got '3'; use 0 to 0"),
+        ("data.statistics.².label='x'", "index of its 1 entries; got '²'; use 0 to 0"),
+        ("parallel.shard=" + "9" * 5000, "key 'parallel.shard' must be a valid integer"),
+        ("parallel.shard=" + "[" * 5000, "key 'parallel.shard' must be a valid integer"),
     ],
 )
 def test_a_malformed_override_is_refused(override, words):

@@ -92,7 +92,7 @@ def test_the_command_prints_it_for_a_person_and_for_a_script(found):
 def test_every_operator_of_every_package_is_found(found):
     """By the folders on disk, whichever there are."""
     folders = {}
-    for package in ("gem_attention", "gem_embeddings", "gem_jagged"):
+    for package in ("gem_attention", "gem_embeddings", "gem_jagged", "gem_precision"):
         [place] = importlib.util.find_spec(package).submodule_search_locations
         folders |= {op.parent.name: package for op in Path(place).glob("kernels/*/op.py")}
     assert {name: operator.package for name, operator in found.operators.items()} == folders

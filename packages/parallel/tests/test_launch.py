@@ -16,9 +16,10 @@ def test_alone_is_a_world_of_one(monkeypatch):
         assert world.is_first
 
 
-def test_bad_environment_is_named(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "two")
-    with pytest.raises(ConfigError, match="WORLD_SIZE must be a whole number; got 'two'"):  # noqa: SIM117
+@pytest.mark.parametrize("size", ["two", "²", "-1", "9" * 5000])
+def test_bad_environment_is_named(monkeypatch, size):
+    monkeypatch.setenv("WORLD_SIZE", size)
+    with pytest.raises(ConfigError, match="WORLD_SIZE must be a whole number; got '"):  # noqa: SIM117
         with process_group("cpu"):
             pass
 

@@ -67,6 +67,8 @@ def test_name_of_a_preset_is_taken():
         ("gbytes_per_s = 50.0", "gbytes_per_s = nan", "zone_tier.gbytes_per_s must be valid"),
         ("matmul_tflops = 811.0", "matmul_tflops = 1979.0", "must be at most peak_tflops"),
         ("hosts = 4", "hosts = = 4", "must be TOML in UTF-8"),
+        ("hosts = 4", "hosts = " + "9" * 5000, "must be TOML in UTF-8"),
+        ("hosts = 4", "hosts = " + "[" * 5000, "must be TOML in UTF-8"),
         ("collective_frac = 0.85", "collective_frac = 1.5", "zone_tier.collective_frac"),
         (WHOLE[WHOLE.index("[zone_tier]") :], "", "zone_tier must be given when hosts is 4"),
         (WHOLE[WHOLE.index("[cluster_tier]") :], "", "cluster_tier must be given when the hosts"),

@@ -224,8 +224,13 @@ def _this_program() -> list[str]:
     else:
         word = str(python)
     ranks = os.environ.get("WORLD_SIZE", "1")
-    launch = ["torch.distributed.run", "--nproc-per-node", ranks, "-m"] if ranks != "1" else []
-    return [word, "-m", *launch, "gem"]
+    if ranks == "1":
+        return [word, "-m", "gem"]
+    hosts = os.environ.get("GROUP_WORLD_SIZE", "1")
+    launch = ["torch.distributed.run", *(["--nnodes", hosts] if hosts != "1" else [])]
+    # Where the hosts met is known to the launcher alone.
+    here = os.environ.get("LOCAL_WORLD_SIZE", ranks)
+    return [word, "-m", *launch, "--nproc-per-node", here, "-m", "gem"]
 
 
 @app.command(name="eval", cls=Command)

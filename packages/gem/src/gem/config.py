@@ -296,7 +296,8 @@ def _raw_recipe(text: str, origin: str, beside: Path, *, depth: int) -> dict[str
     """The keys of a recipe, laid over those of its base."""
     try:
         raw = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    # Broken TOML is a ValueError, as is a number of thousands of digits; arrays may nest too deep.
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{origin}: file must be TOML; got {error}; mend that line") from None
     base = raw.pop("base", None)
     if base is None:
@@ -347,7 +348,7 @@ def _override(raw: dict[str, Any], text: str) -> None:
         )
     try:
         parsed = tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # no TOML, thousands of digits, nested too deep
         parsed = value
     here: Any = raw
     for depth, key in enumerate(keys[:-1]):
@@ -372,7 +373,8 @@ def _override(raw: dict[str, Any], text: str) -> None:
 
 
 def _index(here: list[Any], key: str, path: Sequence[str]) -> int:
-    if key.isdigit() and int(key) < len(here):
+    # Not longer than any index: `int` refuses thousands of digits.
+    if key.isascii() and key.isdigit() and len(key) < 10 and int(key) < len(here):
         return int(key)
     raise ConfigError(
         refusal(

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from gem.config import load_recipe
 from gem.planning.command import Asked, as_json, as_text, plan_recipe
 from gem.planning.rates import DEFAULT, calibrated, read_rows
 from gem_opkit.errors import ConfigError, DataError
@@ -54,6 +55,38 @@ def test_plan_of_the_recipe_is_forecast_beside_the_best():
         plan_recipe(Asked("h200", 4, settings=settings))
 
 
+@pytest.mark.parametrize(
+    ("recipe", "own"),
+    [("h200", ()), ("synthetic-debug", ()), ("h200", ("parallel.shard=8", "parallel.expert=1"))],
+)
+def test_settings_of_a_plan_make_the_trainer_take_it(recipe, own):
+    planned = plan_recipe(Asked(recipe, 8, settings=own, most=40))
+    found = as_json(planned)["plans"]
+    assert len(found) > 5
+    for each in found:
+        config = load_recipe(recipe, (*own, *each["settings"]))
+        parallel = config.parallel
+        assert parallel is not None
+        assert {axis: getattr(parallel, axis) for axis in each["plan"]} == each["plan"]
+        assert config.train.batch_examples == 8 * planned.work.examples
+        if not parallel.tables_are_local:
+            assert config.model.embeddings.initial_rows == "by_place"
+            assert (
+                parallel.table_replicas == planned.tables.replicas
+                or each["plan"]["table_replicate"] == 1
+            )
+
+
+def test_command_to_train_with_the_best_plan_is_shown():
+    text = as_text(plan_recipe(Asked("h200", 16, topology="gem4096", most=1)))
+    command = next(line for line in text.splitlines() if line.startswith("to train by 1"))
+    start = "to train by 1 on each host: torchrun --nnodes 2 --nproc-per-node 8 -m gem train h200 "
+    assert command.startswith(start)
+    assert "--set train.batch_examples=16384" in command
+    alone = as_text(plan_recipe(Asked("h200", 1)))
+    assert "to train by 1: gem train h200\n" in alone
+
+
 def test_batch_and_lengths_are_taken_as_said():
     whole = plan_recipe(Asked("h200", 1))
     less = plan_recipe(Asked("h200", 1, batch=512, lengths=("impressions=1:1024",)))
@@ -69,12 +102,21 @@ def test_batch_and_lengths_are_taken_as_said():
         (Asked("h200", 2, topology="h200"), r"1 \* 1 = 1.*got 2"),
         (Asked("h200", 2, topology="h200y"), "did you mean 'h200'"),
         (Asked("h200", 2, axes=("shard",)), "--axis must look like shard=8; got 'shard'"),
+        (Asked("h200", 2, axes=("shard=²",)), "--axis must look like shard=8"),
+        (Asked("h200", 2, axes=("shard=" + "9" * 5000,)), "--axis must look like shard=8"),
+        (Asked("h200", 2, axes=("shard=1", "shard=2")), "--axis must name each thing once"),
+        (Asked("h200", 2, lengths=("impressions=²:3",)), "--lengths must look like"),
         (Asked("h200", 2, axes=("shard=3",)), r"ranks_per_host=2 = 2.*shard=3"),
         (Asked("h200", 8, axes=("expert=4",)), r"divides the experts \(2\).*expert=4"),
         (Asked("h200", 2, axes=("shards=2",)), "must name axes .*'shards'"),
         (Asked("h200", 2, lengths=("impressions=9:3",)), "--lengths must look like clicks=1:200"),
         (Asked("h200", 2, lengths=("views=1:3",)), r"a stream that is read \(impressions\)"),
         (Asked("h200", 2, ids=("tags=many",)), "--ids must look like"),
+        (Asked("h200", 2, ids=("tags=nan",)), "--ids must look like"),
+        (
+            Asked("h200", 2, ids=("tags=2",)),
+            r"--ids must name an input .*there is none.*got 'tags'",
+        ),
         (Asked("nothing", 2), "RECIPE must be a TOML file or one of"),
         (Asked("ml100k-time", 2), "gem data prepare movielens-100k"),
     ],
@@ -172,6 +214,11 @@ def test_calibration_finds_the_links_that_rows_were_made_with():
     assert found.rates.shares == DEFAULT.shares
 
 
+def link_row(**given: object) -> str:
+    row = {"bench": "collectives", "collective": "all_gather", "ranks": 2, "given_bytes": 4096}
+    return json.dumps({**row, "ms": 0.05, **given}) + "\n"
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
@@ -180,6 +227,14 @@ def test_calibration_finds_the_links_that_rows_were_made_with():
         ("", "got no row"),
         (json.dumps(step_row(forward=1.0)), "must take longer than attention alone"),
         (json.dumps(step_row(optimizer=2000.0)), "shares of the roofline of 0.02 or more"),
+        (json.dumps(step_row(optimizer=0.0)), "hold whole rows.*ZeroDivisionError"),
+        (json.dumps(step_row(tables=-1.0)), "hold whole rows.*table_factor"),
+        (json.dumps(step_row(forward=float("nan"))), "must take longer than.*got nan ms"),
+        ('{"bench": "step", "gpus": 1}', "hold whole rows.*KeyError: 'case'"),
+        (link_row(), "collectives of several sizes.*got 1 in 1 rows"),
+        (link_row() + link_row(given_bytes=9999, ms=1e-3), "got .* ms a byte"),
+        (link_row() + link_row(given_bytes=9999, ms=0), "a time that is not above 0"),
+        (link_row(ms="fast"), "hold whole rows.*TypeError"),
     ],
 )
 def test_calibration_refuses_what_explains_nothing(text, told, tmp_path):

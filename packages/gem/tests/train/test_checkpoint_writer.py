@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from gem.train import checkpoint_writer
 from gem.train.checkpoint import latest_complete, load_checkpoint, read_manifest
+from gem.train.checkpoint_faults import disk_faults_named
 from gem.train.checkpoint_writer import CheckpointWriter, take_snapshot, write_snapshot
 from gem.train.loop import train
 from gem.train.run_folder import CHECKPOINTS
@@ -207,3 +209,22 @@ def test_no_copy_is_needed_to_get_the_same_files(tiny, data_root, tmp_path):
         )
     assert files[0] == files[1]
     assert len(files[0]) == 4
+
+
+@pytest.mark.parametrize("free", [0, 1 << 30])
+def test_a_write_that_failed_for_no_reason_given_is_laid_to_a_full_disk(
+    tmp_path, monkeypatch, free
+):
+    partial = tmp_path / "partial-step-3"
+    partial.mkdir()
+    usage = shutil.disk_usage(tmp_path)._replace(free=free)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
+    fault = RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")
+    said = "No space left on device" if free == 0 else "file write failed"
+    with (
+        pytest.raises((DataError, RuntimeError), match=said) as caught,
+        disk_faults_named(partial),
+    ):
+        raise fault
+    assert isinstance(caught.value, DataError) == (free == 0)
+    assert not partial.exists()

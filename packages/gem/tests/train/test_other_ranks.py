@@ -1,17 +1,20 @@
 """A run goes on on another number of ranks: equal decisions, and equal numbers up to rounding."""
 
 import dataclasses
+import io
 import json
 import math
 from contextlib import contextmanager
 from itertools import count
 
 import pytest
+from rich.console import Console
 
 from gem.config import RunConfig
 from gem.train import loop
 from gem.train.interrupt import Interrupted
 from gem.train.loop import train
+from gem.train.progress import Display
 from gem.train.run_log import METRICS_FILE
 from gem.train.step import TrainStep
 from gem_parallel.launch import World
@@ -60,7 +63,11 @@ def test_from_two_ranks_to_one(tiny, data_root, tmp_path, monkeypatch):
     assert ends == ["stopped by signal 15 after step 3"] * 2
     files = sorted(path.name for path in (part / "faulty-batches").iterdir())
     assert files == ["step-3-rank-0.pt", "step-3-rank-1.pt"]
-    again = train(config, part, resume=True, data_root=data_root)
+    said = io.StringIO()
+    display = Display(Console(file=said))
+    again = train(config, part, resume=True, data_root=data_root, display=display)
+    assert said.getvalue().count("warning: dropout") == 1
+    assert "2 ranks wrote this checkpoint, 1 continue it" in said.getvalue()
     assert again["training"] == pytest.approx(whole["training"], rel=1e-5)
     for period in ("progressive", "valid", "test"):
         for key in ("examples", "positives"):

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from gem.config import RunConfig
-from gem.train import checkpoint_writer, loop
+from gem.train import checkpoint_writer, loop, run
 from gem.train.export_weights import export_weights
 from gem.train.held_out import evaluate_folder
 from gem.train.interrupt import Interrupted
@@ -154,6 +154,48 @@ def test_a_part_that_is_missing_is_refused_by_name(whole, tiny, data_root, tmp_p
         evaluate_folder(run / CHECKPOINTS / "step-7", data_root=data_root)
 
 
+def other_views(world: World, config: RunConfig, folder, data_root) -> list[str]:
+    """What is said where the second rank's host does not see what the first one sees."""
+
+    @contextmanager
+    def these_ranks(_):
+        yield world
+
+    loop.process_group = these_ranks
+    newest_first = run.newest_first
+
+    def without_last(checkpoints):
+        return (one for one in newest_first(checkpoints) if one[0].name != "step-7")
+
+    def cut_short(checkpoints):
+        return ((one, whole and one.name != "step-7") for one, whole in newest_first(checkpoints))
+
+    def broken(checkpoints):
+        raise OSError(errno.EIO, "Input/output error")
+        yield checkpoints
+
+    said = []
+    for view in (without_last, cut_short, broken):
+        run.newest_first = view if world.rank == 1 else newest_first
+        with pytest.raises((DataError, OSError)) as fault:
+            train(config, folder, resume=True, data_root=data_root)
+        said.append(str(fault.value))
+    return said
+
+
+def test_ranks_that_see_other_checkpoints_begin_no_run(whole, tiny, data_root, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(whole[0] / "four", folder)
+    before = steps(folder)
+    first, second = run_ranks(other_views, 2, tiny(*SETTINGS, *ON_TWO), folder, data_root)
+    assert first[:2] == second[:2]
+    assert "must hold the same for every rank; got step-7 for rank 0 and step-6" in first[0]
+    assert "got step-7 for rank 0 and step-7 with files missing for rank 1" in first[1]
+    assert "rank 1 must look for the newest checkpoint; got OSError" in first[2]
+    assert "Input/output error" in second[2]
+    assert steps(folder) == before
+
+
 def test_an_engine_of_one_process_is_resumed_bit_for_bit(tiny, data_root, tmp_path):
     config = tiny("model.embeddings.initial_rows=by_place", "parallel.table_engine=torch")
     train(config, tmp_path / "whole", data_root=data_root)
@@ -233,6 +275,7 @@ def test_a_plan_follows_the_ranks_where_it_may(tiny):
         (["parallel.table_shard=2"], "replicate=1 * shard=1 * expert=1 = 1"),
         (["parallel.shard=2", "parallel.table_shard=2", "parallel.table_engine=local"], "local"),
         (["parallel.shard=0"], "'parallel.shard'"),
+        (["parallel.table_sharding.user=[]"], "parallel.table_sharding.user must name a way"),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused_by_key(tiny, overrides, words):

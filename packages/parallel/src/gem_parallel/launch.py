@@ -126,9 +126,11 @@ def _env_int(name: str, default: int) -> int:
     text = os.environ.get(name)
     if text is None:
         return default
-    if not text.isdigit():
+    # A superscript is a digit too, and `int` refuses thousands of them.
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
         raise ConfigError(
-            f"process_group: {name} must be a whole number; got {text!r}; start ranks with torchrun"
+            f"process_group: {name} must be a whole number; got {text!r}; unset it, or start ranks "
+            "with torchrun"
         )
     return int(text)
 

@@ -45,7 +45,7 @@ _H200 = Accelerator(
 _LOOPBACK = LinkTier(name="loopback", gbytes_per_s=2.0, latency_us=50.0)
 # NVLink of an H200 carries 900 GB/s in both directions together. The share is a fit to NCCL's
 # collectives between two of them, 4 KiB to 512 MiB (results/h200x2/collectives.jsonl).
-_NVLINK_H200 = LinkTier(name="nvlink", gbytes_per_s=450.0, latency_us=5.0, collective_frac=0.59)
+_NVLINK_H200 = LinkTier(name="nvlink", gbytes_per_s=450.0, latency_us=5.0, collective_frac=0.62)
 # One adapter of 400 Gbit/s for each GPU; zones of 1,024 GPUs at full speed, joined by a spine that
 # carries a seventh of it, which is what Llama 3 was trained on (arXiv:2407.21783, section 3.3.1,
 # there with zones of 3,072). Shares and latencies are assumptions.
@@ -128,7 +128,8 @@ def read_topology(source: Path | str) -> Topology:
         )
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as fault:
+    # Broken TOML is a ValueError, as is a number of thousands of digits; arrays may nest too deep.
+    except (ValueError, RecursionError) as fault:
         raise ConfigError(
             refusal(str(path), "file", must="be TOML in UTF-8", got=fault, fix="mend that line")
         ) from None

@@ -259,6 +259,34 @@ def test_machines_without_rates_are_refused():
         forecast(work(), ParallelPlan(), bare, rates=RATES)
 
 
+@pytest.mark.parametrize(
+    ("part", "update"),
+    [
+        ("host_tier", {"gbytes_per_s": 1e-308}),
+        ("host_tier", {"latency_us": 1e308}),
+        ("accelerator", {"matmul_tflops": 1e-300}),
+        ("accelerator", {"peak_tflops": 1e308}),
+        ("accelerator", {"memory_gbytes_per_s": 5e-324}),
+    ],
+)
+def test_figures_that_give_no_step_time_are_refused(part, update):
+    found = machines(1, 4)
+    broken = found.model_copy(update={part: getattr(found, part).model_copy(update=update)})
+    plan = ParallelPlan(replicate=4, table_shard=4)
+    with pytest.raises(ConfigError, match=r"topology must have bandwidths.*check their units"):
+        forecast(work(), plan, broken, rates=RATES)
+
+
+def test_more_ranks_than_can_be_searched_are_refused_at_once():
+    huge = machines(1, 10**6)
+    with pytest.raises(
+        ConfigError, match=r"at most 16384 ranks.*hosts=1 \* ranks_per_host=1000000"
+    ):
+        search(work(), huge, tables=lambda *_: TableStep(), rates=RATES)
+    with pytest.raises(ConfigError, match=r"most must be at least 1; got 0"):
+        search(work(), machines(), tables=lambda *_: TableStep(), rates=RATES, most=0)
+
+
 def test_work_without_a_rate_is_refused():
     rates = RATES.model_copy(update={"shares": {}})
     with pytest.raises(ConfigError, match="must name the kind of work 'matmul'"):

@@ -295,7 +295,8 @@ def _chosen(
 def _read_spec(path: Path) -> DatasetSpec:
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as fault:
+    # Broken TOML is a ValueError, as is a number of thousands of digits; arrays may nest too deep.
+    except (ValueError, RecursionError) as fault:
         raise DataError(
             f"{path}: the file must be TOML in UTF-8; got {fault}; mend it, or make the data set "
             f"again"

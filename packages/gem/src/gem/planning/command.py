@@ -1,5 +1,7 @@
 """`gem plan`: the best plans for a recipe on some machines, with what each costs and why."""
 
+import math
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -21,6 +23,7 @@ from gem_parallel.topology import PRESETS, read_topology, scaled_to
 _AXES = ("replicate", "shard", "expert", "table_shard", "table_replicate")
 # Without a topology: the smallest of these that has the ranks.
 _BY_SIZE = ("h200", "h200x2", "h200x8", "gem4096")
+_MOST_DIGITS = 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,7 @@ class Planned:
     """What the command answers.
 
     Attributes:
+        asked: what was asked.
         config: the recipe.
         topology: machines, of as many ranks.
         work: of one rank.
@@ -68,6 +72,7 @@ class Planned:
         seconds: how long it took.
     """
 
+    asked: Asked
     config: RunConfig
     topology: Topology
     work: Work
@@ -118,6 +123,7 @@ def plan_recipe(asked: Asked) -> Planned:
         step = tables.step(plan, fitted.topology)
         given = forecast(work, plan, fitted.topology, tables=step, rates=fitted.rates)
     return Planned(
+        asked=asked,
         config=config,
         topology=fitted.topology,
         work=work,
@@ -178,9 +184,11 @@ def _lengths(texts: Sequence[str]) -> dict[str, LengthLaw]:
     for text in texts:
         name, value = _pair("--lengths", text, "clicks=1:200")
         low, colon, high = value.partition(":")
-        if not (colon and low.isdigit() and high.isdigit() and int(low) <= int(high)):
+        fewest, longest = _whole(low), _whole(high)
+        if not colon or fewest is None or longest is None or fewest > longest:
             raise _bad("--lengths", text, "clicks=1:200, fewest and most events")
-        laws[name] = LengthLaw(int(low), int(high))
+        _once("--lengths", name, laws)
+        laws[name] = LengthLaw(fewest, longest)
     return laws
 
 
@@ -189,9 +197,13 @@ def _means(texts: Sequence[str]) -> dict[str, float]:
     for text in texts:
         name, value = _pair("--ids", text, "genres=2.5")
         try:
-            means[name] = float(value)
+            mean = float(value)
         except ValueError:
             raise _bad("--ids", text, "genres=2.5") from None
+        if not 0 < mean < math.inf:
+            raise _bad("--ids", text, "genres=2.5, more than none")
+        _once("--ids", name, means)
+        means[name] = mean
     return means
 
 
@@ -199,13 +211,76 @@ def _axes(texts: Sequence[str]) -> dict[str, int | bool]:
     fixed: dict[str, int | bool] = {}
     for text in texts:
         name, value = _pair("--axis", text, "shard=8")
+        _once("--axis", name, fixed)
         if name == "fully_sharded_tables" and value in ("true", "false"):
             fixed[name] = value == "true"
-        elif value.isdigit() and int(value) > 0:
-            fixed[name] = int(value)
+        elif size := _whole(value):
+            fixed[name] = size
         else:
             raise _bad("--axis", text, "shard=8, or fully_sharded_tables=true")
     return fixed
+
+
+def _whole(text: str) -> int | None:
+    """A whole number in decimal digits; None for other words, and for one beyond all counts."""
+    # `isdigit` alone takes a superscript, which `int` does not.
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS else None
+
+
+def _once(option: str, name: str, given: Mapping[str, object]) -> None:
+    if name in given:
+        raise ConfigError(
+            refusal(
+                "gem plan",
+                option,
+                must="name each thing once",
+                got=f"{name!r} twice",
+                fix="leave one of them out",
+            )
+        )
+
+
+def settings_of(planned: Planned, plan: ParallelPlan) -> tuple[str, ...]:
+    """What the recipe has to say so that the trainer runs a plan as it was forecast.
+
+    Args:
+        planned: the answer.
+        plan: one of its plans.
+
+    Returns:
+        texts ``key=value`` for ``--set``, behind those that the command was given.
+    """
+    own, embeddings = planned.config.parallel, planned.config.model.embeddings
+    settings: list[str] = []
+    if plan.world_size > 1 or own is not None:
+        # Of the axes of tables, one that is not said follows from the other.
+        said = [a for a in _AXES if getattr(plan, a) > 1 or own is not None]
+        settings += [f"parallel.{axis}={getattr(plan, axis)}" for axis in said]
+        if plan.fully_sharded_tables or (own is not None and own.fully_sharded_tables):
+            value = str(plan.fully_sharded_tables).lower()
+            settings.append(f"parallel.fully_sharded_tables={value}")
+        if own is not None and own.replicate_below != plan.replicate_below:
+            settings.append(f"parallel.replicate_below={plan.replicate_below}")
+        if plan.table_shard > 1 or plan.fully_sharded_tables:
+            if plan.table_replicate > 1 and own is None:
+                settings.append(f"parallel.table_replicas={planned.tables.replicas}")
+            if embeddings.initial_rows != "by_place":
+                settings.append("model.embeddings.initial_rows=by_place")
+    batch = planned.work.examples * plan.world_size
+    if batch != planned.config.train.batch_examples:
+        settings.append(f"train.batch_examples={batch}")
+    return tuple(settings)
+
+
+def _command(planned: Planned, plan: ParallelPlan) -> str:
+    topology, words = planned.topology, ["gem", "train", planned.asked.recipe]
+    for setting in (*planned.asked.settings, *settings_of(planned, plan)):
+        words += ["--set", setting]
+    if plan.world_size > 1:
+        hosts = ["--nnodes", str(topology.hosts)] if topology.hosts > 1 else []
+        start = ["torchrun", *hosts, "--nproc-per-node", str(topology.ranks_per_host), "-m"]
+        words = [*start, *words]
+    return shlex.join(words)
 
 
 def as_json(planned: Planned) -> dict[str, Any]:
@@ -228,7 +303,11 @@ def as_json(planned: Planned) -> dict[str, Any]:
         "table_parameters": sum(s.num_embeddings * s.embedding_dim for s in planned.tables.specs),
         "flops_per_gpu": planned.work.flops(),
         "plans": [
-            {**forecast_json(ranked.forecast, search_), "reason": ranked.reason}
+            {
+                **forecast_json(ranked.forecast, search_),
+                "reason": ranked.reason,
+                "settings": settings_of(planned, ranked.forecast.plan),
+            }
             for ranked in search_.best
         ],
         "given": None if planned.given is None else forecast_json(planned.given, search_),
@@ -290,6 +369,9 @@ def as_text(planned: Planned) -> str:
         "why:",
         *(f"  {number}  {r.reason}" for number, r in enumerate(planned.search.best, 1)),
     ]
+    first = planned.search.best[0].forecast.plan
+    where = " on each host" if topology.hosts > 1 else ""
+    lines.append(f"to train by 1{where}: {_command(planned, first)}")
     lines += [f"left out: {n} plans, {why}" for why, n in planned.search.refused.items()]
     lines.append(f"copies of tables exchange {planned.tables.replicas} (parallel.table_replicas)")
     lines += [f"rates: {source}" for source in planned.sources]

@@ -150,8 +150,21 @@ def id_laws(
         input -> law.
 
     Raises:
-        ConfigError: an input with several ids that nothing is known of.
+        ConfigError: an input with several ids that nothing is known of, or a name of none.
     """
+    several = [source.name for source in inputs if source.multi]
+    known = ", ".join(several) or "there is none"
+    for name in given:
+        if name not in several:
+            raise ConfigError(
+                refusal(
+                    _OP,
+                    "--ids",
+                    must=f"name an input with several ids ({known})",
+                    got=repr(name),
+                    fix="correct or remove it",
+                )
+            )
     laws: dict[str, IdLaw] = {}
     for source in inputs:
         skew = id_skew(data, source.table)

@@ -63,7 +63,8 @@ def declared_dataset(data: DataSpec, root: Path = Path("runs/data")) -> DatasetS
         )
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as fault:
+    # Broken TOML is a ValueError, as is a number of thousands of digits; arrays may nest too deep.
+    except (ValueError, RecursionError) as fault:
         raise DataError(f"{path}: the file must be TOML in UTF-8; got {fault}; mend it") from fault
     try:
         return DatasetSpec.model_validate(raw)

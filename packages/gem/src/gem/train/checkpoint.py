@@ -279,12 +279,6 @@ def load_checkpoint(folder: Path, state: TrainState, world: World) -> None:
     state.histories.load(_under(tensors, "histories/"), keep=world.is_first)
     state.loop.load(manifest.get("loop", {}))
     random = _under(tensors, f"rng/{world.rank}/")
-    if manifest["world_size"] != world.size:
-        _log.warning(
-            "the checkpoint is of %d ranks and this run has %d: dropout will differ",
-            manifest["world_size"],
-            world.size,
-        )
     if "cpu" in random:
         torch.set_rng_state(random["cpu"])
     if "cuda" in random and world.device.type == "cuda":

@@ -4,6 +4,8 @@ torch wraps the fault of a rank into a `CheckpointException`, which is no `Excep
 that of a full disk behind a `RuntimeError` of its file writer; so both are looked into.
 """
 
+import errno
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +15,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from gem.train.checkpoint_manifest import instead_of
 from gem_opkit.errors import DataError, refusal
+
+# Less than what a write that did not fit may leave: a buffer of torch's writer.
+_LEAST_FREE_BYTES = 1 << 18
 
 
 @contextmanager
@@ -28,9 +33,13 @@ def disk_faults_named(partial: Path) -> Iterator[None]:
     try:
         yield
     except (CheckpointException, RuntimeError, OSError) as fault:
+        full = _is_full(partial.parent)  # asked before the torn files go
         shutil.rmtree(partial, ignore_errors=True)
         _go_on_ending(fault)
         cause = _first(fault, lambda one: isinstance(one, OSError))
+        if cause is None and full:
+            # torch's writer in C++ says that a write failed, and not why.
+            cause = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if cause is None:
             raise
         raise DataError(
@@ -42,6 +51,13 @@ def disk_faults_named(partial: Path) -> Iterator[None]:
                 fix="free space there, then continue with --resume",
             )
         ) from fault
+
+
+def _is_full(folder: Path) -> bool:
+    try:
+        return shutil.disk_usage(folder).free < _LEAST_FREE_BYTES
+    except OSError:
+        return False
 
 
 def _first(fault: BaseException, wanted: Callable[[BaseException], bool]) -> BaseException | None:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -80,6 +81,51 @@ class RankGroup:
                     fix="mend that, then continue with --resume",
                 )
             )
+
+    def seen_alike(
+        self, place: Path, found: Iterator[tuple[Path, bool]]
+    ) -> Iterator[tuple[Path, bool]]:
+        """Go through checkpoints as long as all ranks find the same. Every rank has to call this.
+
+        Ranks that began at different steps would wait for each other, or learn from different
+        weights.
+
+        Args:
+            place: the folder that holds them.
+            found: checkpoint and whether it is whole, as this rank sees it.
+
+        Yields:
+            what ``found`` does.
+
+        Raises:
+            DataError: ranks see different ones, or one of them cannot look.
+        """
+        while True:
+            with self.together("look for the newest checkpoint"):
+                one = next(found, None)
+            told = self.gather(None if one is None else (one[0].name, one[1]))
+            other = next((rank for rank, seen in enumerate(told) if seen != told[0]), None)
+            if other is not None:
+                raise DataError(
+                    refusal(
+                        "checkpoint",
+                        str(place),
+                        must="hold the same for every rank",
+                        got=f"{_seen(told[0])} for rank 0 and {_seen(told[other])} for rank "
+                        f"{other}",
+                        fix="give --out a folder that all hosts share; if it is one, start again "
+                        "once they all see its newest files",
+                    )
+                )
+            if one is None:
+                return
+            yield one
+
+
+def _seen(one: tuple[str, bool] | None) -> str:
+    if one is None:
+        return "none"
+    return one[0] if one[1] else f"{one[0]} with files missing"
 
 
 def _words(fault: BaseException) -> str:

@@ -34,6 +34,7 @@ from gem.train.interrupt import StopRequest
 from gem.train.loop_state import LoopState
 from gem.train.metrics import MetricBlock, MetricStream
 from gem.train.progress import Display
+from gem.train.rank_group import RankGroup
 from gem.train.run_folder import CHECKPOINTS
 from gem.train.spec import ParallelSpec, TrainSpec
 from gem.train.step import Scored, TrainStep, plan_of
@@ -286,14 +287,17 @@ def continue_run(run: Run) -> None:
         run: freshly built; its state is overwritten.
 
     Raises:
-        ConfigError, DataError: the checkpoint is of other settings or other data, or all that
-            there are have been damaged.
+        ConfigError, DataError: the checkpoint is of other settings or other data, all that there
+            are have been damaged, or ranks see different ones.
     """
     checkpoints = run.folder / CHECKPOINTS
     damaged: list[Path] = []
-    for folder, whole in newest_first(checkpoints):
+    ranks = run.world.size
+    for folder, whole in RankGroup(run.world).seen_alike(checkpoints, newest_first(checkpoints)):
         if whole:
-            check_continues(read_manifest(folder), run.config, run.dataset)
+            manifest = read_manifest(folder)
+            check_continues(manifest, run.config, run.dataset)
+            ranks = manifest["world_size"]
             try:
                 load_checkpoint(folder, run.state, run.world)
             except DamagedCheckpoint:
@@ -301,6 +305,11 @@ def continue_run(run: Run) -> None:
         if whole:
             _put_aside(damaged, run)
             run.display.stage(f"continue from {folder}: step {run.state.step} of {run.total_steps}")
+            if ranks != run.world.size:
+                run.display.stage(
+                    f"warning: dropout, if there is any, draws other numbers than before: {ranks} "
+                    f"ranks wrote this checkpoint, {run.world.size} continue it"
+                )
             return
         damaged.append(folder)
     if damaged:

@@ -285,6 +285,21 @@ class ParallelSpec(ParallelPlan):
             )
         return self
 
+    @model_validator(mode="after")
+    def _tables_may_be_cut_somehow(self) -> Self:
+        for name, kinds in self.table_sharding.items():
+            if not kinds:
+                raise ConfigError(
+                    refusal(
+                        "recipe",
+                        f"parallel.table_sharding.{name}",
+                        must="name a way to cut the table",
+                        got="none",
+                        fix='name one, such as ["row_wise"], or leave the table out',
+                    )
+                )
+        return self
+
     @property
     def tables_are_local(self) -> bool:
         """Whether every rank holds all tables, without an engine."""

@@ -119,7 +119,8 @@ def forecast(
 
     Raises:
         ConfigError: another number of ranks, an expert count that the axis does not divide, a
-            topology without an accelerator, or a kind of work without a rate.
+            topology without an accelerator or whose figures give no step time, or a kind of work
+            without a rate.
     """
     plan.check_world(topology.world_size)
     check_experts(work, plan)
@@ -180,6 +181,16 @@ def forecast(
     flops = work.flops()
     held = memory(work, plan, tables, prefetch=rates.prefetch_units)
     e2e, local = (1e3 * flops / (peak * ms) if ms > 0 else 0.0 for ms in (step_ms, alone))
+    if not math.isfinite(step_ms) or (flops and not 0.0 < e2e < math.inf):
+        raise ConfigError(
+            refusal(
+                "forecast",
+                "topology",
+                must="have bandwidths, latencies and rates that give a step time",
+                got=f"{step_ms:g} ms at {device.peak_tflops:g} TFLOP/s",
+                fix="check their units: 10^9 bytes/s, microseconds, 10^12 FLOP/s",
+            )
+        )
     return Forecast(
         plan=plan,
         ranks=plan.world_size,

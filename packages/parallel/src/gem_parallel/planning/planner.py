@@ -17,6 +17,8 @@ from gem_parallel.planning.work import TableStep, Work
 TablesFor = Callable[[ParallelPlan, Topology], TableStep]
 # Of each side the best that are put together: enough that memory can rule some out.
 _PAIRED = 6
+# Each part of each table is placed, under each plan of the tables: more ranks take minutes.
+MOST_RANKS = 16_384
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +144,24 @@ def search(
         the best plans, fewer where there are fewer.
 
     Raises:
-        ConfigError: a fixed axis that no plan has, or tables that fit under no plan.
+        ConfigError: a fixed axis that no plan has, tables that fit under no plan, more than
+            `MOST_RANKS` ranks, or no plan wanted.
     """
+    if topology.world_size > MOST_RANKS:
+        raise ConfigError(
+            refusal(
+                "planner",
+                "topology",
+                must=f"have at most {MOST_RANKS} ranks, to be searched",
+                got=f"hosts={topology.hosts} * ranks_per_host={topology.ranks_per_host} = "
+                f"{topology.world_size}",
+                fix="plan for fewer ranks",
+            )
+        )
+    if most < 1:
+        raise ConfigError(
+            refusal("planner", "most", must="be at least 1", got=most, fix="ask for a plan")
+        )
     fixed = dict(fixed or {})
     _check_fixed(fixed)
     tables = _once(tables)

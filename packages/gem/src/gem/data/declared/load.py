@@ -54,7 +54,8 @@ def load_declaration(name: str) -> tuple[Declaration, str]:
         content = path.read_bytes()
     try:
         raw = tomllib.loads(content.decode("utf-8-sig"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as fault:
+    # Broken TOML is a ValueError, as is a number of thousands of digits; arrays may nest too deep.
+    except (ValueError, RecursionError) as fault:
         raise ConfigError(f"{name}: file must be TOML in UTF-8; got {fault}; mend it") from None
     if large := explain_size(raw):
         raise ConfigError(f"{name}: {large}")
