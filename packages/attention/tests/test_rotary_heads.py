@@ -7,7 +7,7 @@ from gem_attention.ops import rotary_heads
 from gem_attention.rotary import apply_rotary, rotary_angles
 from gem_jagged.batch import Layout
 from gem_opkit.compile_checks import KernelVariant, compile_kernels
-from gem_opkit.errors import ConfigError, DtypeError, ShapeError, UnsupportedError
+from gem_opkit.errors import ConfigError, DtypeError, GemError, ShapeError, UnsupportedError
 from gem_opkit.testing import (
     LENGTH_CASES,
     check_alone_equals_in_batch,
@@ -241,3 +241,27 @@ def test_right_on_odd_sizes():
         tensors[:] = [t.cpu() for t in tensors]
     low, exact = (run_with_gradients(formula, fresh(given, dtype=d)) for d in (None, torch.float64))
     check_run_budget(kernel, low, exact)
+
+
+@pytest.mark.parametrize(
+    ("gap", "scale", "said"),
+    [
+        (torch.zeros(1), 60.0, "one gap for each of 5 tokens; got 1"),
+        (torch.zeros(3), 60.0, "one gap for each of 5 tokens; got 3"),
+        (torch.zeros(5, device="meta"), 60.0, "gap_seconds_T must be on cpu like qkv; got meta"),
+        (torch.zeros(5, requires_grad=True), 60.0, "must require no gradient"),
+        (torch.zeros(5), 0.0, "rote_time_scale_s must be above 0"),
+    ],
+)
+def test_gaps_that_a_kernel_would_misread_are_refused(gap, scale, said):
+    layout = Layout.from_lengths([2, 3])
+    with pytest.raises(GemError, match=said):
+        rotary_heads(
+            torch.randn(5, 3, 8),
+            layout,
+            heads=1,
+            key_heads=1,
+            rotary="rote",
+            gap_seconds_T=gap,
+            rote_time_scale_s=scale,
+        )

@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 
 from gem_opkit.dims import check_shapes
-from gem_opkit.errors import ShapeError, refusal
+from gem_opkit.errors import (
+    ConfigError,
+    DeviceError,
+    ShapeError,
+    UnsupportedError,
+    refusal,
+)
 
 # Of the position's frequencies, and of the log gap's.
 _BASE, _TIME_BASE = 10_000.0, 100.0
@@ -172,3 +178,52 @@ def apply_rotary(x_THK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     pairs = torch.view_as_complex(x_THK.to(wide).contiguous().view(tokens, heads, width // 2, 2))
     turn = torch.complex(cos.to(wide), sin.to(wide))
     return torch.view_as_real(pairs * turn[:, None]).view(tokens, heads, width).to(x_THK.dtype)
+
+
+def check_gaps(
+    op: str, gap_seconds_T: Tensor, time_scale_s: float, *, like: str, device: torch.device
+) -> None:
+    """Refuse time gaps that a kernel which makes the angles itself cannot take.
+
+    Args:
+        op: operator, for errors.
+        gap_seconds_T: seconds from each event to the request; their number is checked elsewhere.
+        time_scale_s: gap, in seconds, that turns by log 2.
+        like: name of the operand whose device they have to share.
+        device: that device.
+
+    Raises:
+        DeviceError: gaps elsewhere.
+        UnsupportedError: gaps that require a gradient.
+        ConfigError: a scale that is not above 0.
+    """
+    if gap_seconds_T.device != device:
+        raise DeviceError(
+            refusal(
+                op,
+                "gap_seconds_T",
+                must=f"be on {device} like {like}",
+                got=gap_seconds_T.device,
+                fix="move it",
+            )
+        )
+    if gap_seconds_T.requires_grad:
+        raise UnsupportedError(
+            refusal(
+                op,
+                "gap_seconds_T",
+                must="require no gradient",
+                got="one that does",
+                fix="detach it, or turn q and k by rote_angles and apply_rotary before the call",
+            )
+        )
+    if not time_scale_s > 0:
+        raise ConfigError(
+            refusal(
+                op,
+                "rote_time_scale_s",
+                must="be above 0",
+                got=time_scale_s,
+                fix="60 is usual: gaps well below it hardly turn",
+            )
+        )

@@ -218,6 +218,7 @@ def test_parts_of_a_batch_add_up_and_merge_once():
     loss_of(model, make_batch(0), World()).backward()
     whole = {n: p.grad for n, p in model.named_parameters() if n != "table.weight"}
     for found in run_ranks(accumulate, 4, plans):
+        assert len(found) == len(plans)
         for got in found:
             torch.testing.assert_close(got, whole, **TIGHT)
 

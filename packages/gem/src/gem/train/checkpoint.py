@@ -250,10 +250,11 @@ def load_checkpoint(folder: Path, state: TrainState, world: World) -> None:
     own |= {f"ema/{name}": value for name, value in state.ema.items()}
     rows = table_tensors(state.model)
     tensors: dict[str, Tensor] = {}
+    # Before the disk is asked: a rank that failed there would answer with something else.
+    parts = ranks.gather(_shapes(own)) if state.sharded else [_shapes(own)]
     with ranks.together("read its part of the checkpoint"):
         with damage_named(folder):
             stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-        parts = ranks.gather(_shapes(own)) if state.sharded else [_shapes(own)]
         _check_names(stored, set().union(*parts))
         tensors |= _room(stored, own, rows, state, world)
         with single_process_is_meant(), damage_named(folder):

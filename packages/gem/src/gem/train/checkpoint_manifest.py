@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from gem_embeddings.checksums import checksum
 from gem_opkit.errors import DataError, refusal
 from gem_parallel.collectives import all_reduce_sum
 from gem_parallel.launch import World
@@ -25,7 +26,6 @@ _OWN = "manifest_crc32"
 _KEYS = frozenset(
     {"format", "step", "examples", "world_size", "dataset", "config", "counters", "scalars"}
 )
-_CHUNK_BYTES = 1 << 22
 _UNREADABLE = -1
 _STEP = re.compile(r"^step-([0-9]+)$")
 
@@ -46,13 +46,10 @@ def checksums(folder: Path) -> dict[str, dict[str, int]]:
     Raises:
         OSError: a file cannot be read.
 
-    Cost: every file is read once, mostly from the page cache, at about 1 GB/s.
+    Cost: every file is read once, at the rate of `gem_embeddings.checksums.checksum`.
     """
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {
-        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "crc32": _crc32_of(path)}
-        for path in paths
-    }
+    return {str(path.relative_to(folder)): checksum(path) for path in paths}
 
 
 def check_content(folder: Path, manifest: Mapping[str, Any], world: World) -> None:
@@ -103,17 +100,9 @@ def _share(files: int, world: World) -> range:
 
 def _crc32(path: Path) -> int:
     try:
-        return _crc32_of(path)
+        return checksum(path)["crc32"]
     except OSError:  # told once all ranks know; alone, this one would leave the others waiting
         return _UNREADABLE
-
-
-def _crc32_of(path: Path) -> int:
-    value = 0
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            value = zlib.crc32(chunk, value)
-    return value
 
 
 def write_manifest(folder: Path, facts: Mapping[str, Any]) -> None:

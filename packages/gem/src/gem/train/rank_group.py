@@ -9,7 +9,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from gem_opkit.errors import DataError, GemError, refusal
+from gem_embeddings.agreement import first_words
+from gem_opkit.errors import DataError, refusal
 from gem_parallel.launch import World
 
 
@@ -54,6 +55,7 @@ class RankGroup:
     def together(self, what: str) -> Iterator[None]:
         """Let a block end well on every rank, or on none. Every rank has to enter it.
 
+        No rank may talk to others within the block: one that fails would leave them waiting.
         A KeyboardInterrupt or the end of the process is not waited for.
 
         Args:
@@ -67,7 +69,7 @@ class RankGroup:
             yield
         except (CheckpointException, Exception) as own:  # noqa: BLE001 - raised below, on all ranks
             fault = own
-        told = self.gather(None if fault is None else _words(fault))
+        told = self.gather(None if fault is None else first_words(fault))
         if fault is not None:
             raise fault
         failed = [rank for rank, words in enumerate(told) if words is not None]
@@ -126,9 +128,3 @@ def _seen(one: tuple[str, bool] | None) -> str:
     if one is None:
         return "none"
     return one[0] if one[1] else f"{one[0]} with files missing"
-
-
-def _words(fault: BaseException) -> str:
-    if isinstance(fault, CheckpointException) and fault.failures:
-        fault = next(iter(fault.failures.values()))[0]
-    return str(fault) if isinstance(fault, GemError) else f"{type(fault).__name__}: {fault}"

@@ -142,15 +142,3 @@ def _book(func: Any, args: Sequence[Any], given: list[Tensor]) -> None:
     group = _distributed._resolve_process_group(names[-1])
     if isinstance(group, NamedGroup):
         group.book(_COLLECTIVES[name], *given)
-
-
-def is_in_name(tensor: Tensor) -> bool:
-    """Say whether a tensor has no memory.
-
-    Args:
-        tensor: any.
-
-    Returns:
-        True for a tensor that `FloatsInName` made.
-    """
-    return isinstance(tensor, FakeTensor) or tensor.device.type == "meta"

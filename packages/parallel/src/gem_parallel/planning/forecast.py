@@ -71,7 +71,7 @@ class Forecast:
         kinds_ms: kind of work -> time of forward and backward compute, a share of ``compute``.
         exchanged: every collective.
         memory: bytes of a rank.
-        fits: whether the memory holds it; None where the accelerator's is not known.
+        fits: whether the accelerator's memory holds it.
         flops: model FLOPs of one rank's batch.
         e2e_mfu: share of the peak that the step reaches.
         local_mfu: that of forward and backward compute alone, on one rank, without collectives.

@@ -26,12 +26,12 @@ from gem_attention.kernels.block_attention.reference import (
     block_attention_reference,
 )
 from gem_attention.patterns import visible_pairs_block
-from gem_attention.rotary import turn_rates
+from gem_attention.rotary import check_gaps, turn_rates
 from gem_attention.tiling.sizes import block_columns
 from gem_jagged.batch import Layout
 from gem_opkit.cost import Cost, register_flops
 from gem_opkit.dims import check_shapes
-from gem_opkit.errors import ConfigError, DeviceError, ShapeError, UnsupportedError, refusal
+from gem_opkit.errors import ConfigError, ShapeError, UnsupportedError, refusal
 from gem_opkit.impl import Impl, resolve_impl
 
 _NAME = "block_attention"
@@ -324,34 +324,5 @@ def _turns(
     if gap_seconds_T is None:
         return rates, None
     check_shapes(_NAME, q_THK=q_THK, gap_seconds_T=gap_seconds_T)
-    if gap_seconds_T.device != q_THK.device:
-        raise DeviceError(
-            refusal(
-                _NAME,
-                "gap_seconds_T",
-                must=f"be on {q_THK.device} like q_THK",
-                got=gap_seconds_T.device,
-                fix="move it",
-            )
-        )
-    if gap_seconds_T.requires_grad:
-        raise UnsupportedError(
-            refusal(
-                _NAME,
-                "gap_seconds_T",
-                must="require no gradient",
-                got="one that does",
-                fix="detach it, or turn q and k by rote_angles and apply_rotary before the call",
-            )
-        )
-    if not time_scale_s > 0:
-        raise ConfigError(
-            refusal(
-                _NAME,
-                "rote_time_scale_s",
-                must="be above 0",
-                got=time_scale_s,
-                fix="60 is usual: gaps well below it hardly turn",
-            )
-        )
+    check_gaps(_NAME, gap_seconds_T, time_scale_s, like="q_THK", device=q_THK.device)
     return rates, torch.log1p(gap_seconds_T.to(wide) / time_scale_s)

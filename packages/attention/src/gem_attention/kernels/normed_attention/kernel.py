@@ -25,8 +25,6 @@ _COUNTS = ["q_tokens", "k_tokens", "batch"]
 # Tokens of a program of the forward, and of a step.
 _STRETCH, _STEP, _BACK_STEP, _STEP_SINGLE = 512, 64, 32, 16
 _WARPS, _BACK_WARPS, _STAGES = 4, 8, 2
-# Most keys of a sequence, and widest rows.
-MOST_KEYS, WIDEST = 128, 128
 
 
 @triton.jit

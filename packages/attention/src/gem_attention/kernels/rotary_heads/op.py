@@ -11,7 +11,7 @@ from gem_attention.kernels.rotary_heads.reference import (
     rotary_heads_backward_reference,
     rotary_heads_reference,
 )
-from gem_attention.rotary import turn_rates
+from gem_attention.rotary import check_gaps, turn_rates
 from gem_jagged.batch import Layout
 from gem_jagged.offsets import positions
 from gem_opkit.cost import Cost, register_flops
@@ -182,8 +182,11 @@ def rotary_heads(
     Raises:
         ShapeError: another number of heads or tokens, or an odd width of a head.
         DtypeError: a projection that is not floating point.
-        ConfigError: ``"rote"`` without gaps, an unknown rotation, an eps that is not above 0.
-        UnsupportedError: fp64 with a kernel; an ``impl`` that cannot run here.
+        ConfigError: ``"rote"`` without gaps, an unknown rotation, an eps or a time scale that is
+            not above 0.
+        DeviceError: gaps on another device.
+        UnsupportedError: gaps that require a gradient; fp64 with a kernel; an ``impl`` that cannot
+            run here.
 
     Numerics: angles, norm and rotation in fp32 (fp64 for fp64), rounded once; the backward forms
         the norm again from the projection.
@@ -197,6 +200,18 @@ def rotary_heads(
         _refuse("rotary", "be none, position or rote", rotary)
     if rotary == "rote" and gap_seconds_T is None:
         _refuse("gap_seconds_T", 'be given with rotary="rote"', None)
+    if gap_seconds_T is not None:
+        if len(gap_seconds_T) != len(qkv):
+            raise ShapeError(
+                refusal(
+                    _NAME,
+                    "gap_seconds_T",
+                    must=f"have one gap for each of {len(qkv)} tokens",
+                    got=len(gap_seconds_T),
+                    fix="pass the gaps of these tokens",
+                )
+            )
+        check_gaps(_NAME, gap_seconds_T, rote_time_scale_s, like="qkv", device=qkv.device)
     chosen = resolve_impl(impl, qkv.device, _NAME, has_triton=_HAS_TRITON)
     if chosen == "triton" and qkv.dtype == torch.float64:
         raise UnsupportedError(
