@@ -42,7 +42,8 @@ TIMING_FIELDS = {
 # Benchmarks of whole runs: their rows hold metrics and speed of training, not one operator's time.
 RUN_BENCHES = {
     *("quality", "metrics", "faults", "long_histories", "reader"),
-    *("large_tables", "fully_sharded", "step", "collectives"),
+    *("large_tables", "fully_sharded", "step", "step_reference", "step_check", "collectives"),
+    *("balance", "balance_step", "precision_ne", "memory", "gathers", "copy_engine"),
 }
 
 # A drawer: its name says nothing of what is in it.
@@ -175,7 +176,7 @@ def test_page_of_dims_is_the_legend_of_the_code():
 
 ROOMS = (
     *("", "data", "data/checks", "data/declared", "data/statistics"),
-    *("model", "train", "report", "doctor", "planning", "dry_run"),
+    *("model", "train", "report", "doctor", "planning", "dry_run", "bench", "memory"),
 )
 
 

@@ -11,6 +11,7 @@ NAMES = {"contract.py", "cost.py", "costs.py", "spec.py", "schema.py", "features
 FILES = [file for file in ROOT.glob("packages/*/src/**/*.py") if file.name in NAMES]
 FILES += [
     ROOT / "packages/parallel/src/gem_parallel/topology.py",
+    ROOT / "packages/parallel/src/gem_parallel/balance/imbalance.py",
     ROOT / "packages/opkit/src/gem_opkit/dims.py",
     ROOT / "packages/opkit/src/gem_opkit/errors.py",
     ROOT / "packages/opkit/src/gem_opkit/impl.py",

@@ -2,9 +2,11 @@
 
 Run ``python packages/attention/benchmarks/bench_layers.py`` in the root.
 
-Rows of ``SelfAttention`` differ in the pattern alone. The peer of block attention rotates before
-it, the peer of ``GdpaPffn`` has torch's norms and additions around the same attention
-(``unfused``).
+``GdpaPffn`` has as peers the same layer with one operator after the other, our norms with their
+residuals around attention (``separate``, ``impl="reference"``), and that with torch's norms and
+additions (``unfused``); its rows have one head and four. Rows of ``SelfAttention`` differ in the
+pattern alone; their peer rotates queries and keys in torch before attention, where the layer has a
+kernel for norm and rotation, or attention rotates (``unfused``).
 """
 
 import copy
@@ -26,6 +28,7 @@ from gem_attention.costs import (
 from gem_attention.layers import GdpaPffn, SelfAttention
 from gem_attention.ops import block_attention, generalized_attention
 from gem_attention.patterns import visible_pairs, visible_pairs_block
+from gem_attention.projected import attend
 from gem_attention.rotary import apply_rotary, rote_angles
 from gem_jagged.batch import Layout
 from gem_jagged.offsets import positions
@@ -47,7 +50,7 @@ PATTERNS: dict[str, dict[str, Any]] = {
 
 
 class Turned(nn.Module):
-    """A layer of block attention that rotates queries and keys before the operator."""
+    """A layer of self-attention that rotates queries and keys in torch."""
 
     def __init__(self, layer: SelfAttention) -> None:
         super().__init__()
@@ -60,7 +63,10 @@ class Turned(nn.Module):
         qk, v = qkv.split((2 * spec.heads, spec.heads), dim=1)
         angles = rote_angles(positions(layout.offsets_O, qk.shape[0]), gap_T, spec.head_dim)
         q, k = apply_rotary(rms_normalize(qk), *angles).split(spec.heads, dim=1)
-        out = block_attention(q, k, v, layout, block_tokens=spec.block_tokens, visible_pairs=0)
+        if spec.pattern == "block":
+            out = block_attention(q, k, v, layout, block_tokens=spec.block_tokens, visible_pairs=0)
+        else:
+            out = attend(spec, q, k, v, layout, layout, 0)
         return self.layer.out(out.flatten(1))
 
 
@@ -105,10 +111,10 @@ def linear_cost(rows: int, weight: int, element_bytes: int) -> Cost:
 
 def groups_of(device: str) -> Iterator[Group]:
     kind = device.split(":")[0]
+    for heads in (HEADS[kind][0], 1):
+        yield f"gdpa_pffn_heads_{heads}", partial(gdpa_pffn, heads, device, kind)
     for name, fields in PATTERNS.items():
         yield f"self_attention_{name}", partial(self_attention, name, fields, device, kind)
-    heads = HEADS[kind][0]
-    yield f"gdpa_pffn_heads_{heads}", partial(gdpa_pffn, heads, device, kind)
 
 
 def drawn(kind: str, device: str, width: int) -> tuple[Tensor, Layout, Tensor, torch.dtype]:
@@ -142,12 +148,10 @@ def self_attention(name: str, fields: dict[str, Any], device: str, kind: str) ->
     # Pairs decide the FLOPs of every pattern, and the bytes are the same.
     cost = block_attention_cost(**size) + block_attention_backward_cost(**size)
     cost += linear_cost(layout.total_tokens, 4 * x.shape[1] ** 2, x.element_size())
-    peers: dict[str, nn.Module] = {"unfused": Turned(layer)} if spec.pattern == "block" else {}
-    return row(f"self_attention_{name}", layer, (x, layout, gap), cost, peers, unfused_of(layer))
-
-
-def unfused_of(layer: SelfAttention) -> nn.Module:
-    return Turned(layer) if layer.spec.pattern == "block" else layer
+    unfused = Turned(layer)
+    return row(
+        f"self_attention_{name}", layer, (x, layout, gap), cost, {"unfused": unfused}, unfused
+    )
 
 
 def gdpa_pffn(heads: int, device: str, kind: str) -> list[BenchCase]:
@@ -169,8 +173,9 @@ def gdpa_pffn(heads: int, device: str, kind: str) -> list[BenchCase]:
     }
     cost = generalized_attention_cost(**size) + generalized_attention_backward_cost(**size)
     cost += linear_cost(layout.batch * count, 2 * width**2, x.element_size())
-    unfused = Plain(layer)
-    peers: dict[str, nn.Module] = {"unfused": unfused}
+    unfused, separate = Plain(layer), copy.copy(layer)
+    separate.impl = "reference"
+    peers: dict[str, nn.Module] = {"separate": separate, "unfused": unfused}
     return row(f"gdpa_pffn_heads_{heads}", layer, (x, layout, context), cost, peers, unfused)
 
 

@@ -2,9 +2,10 @@
 
 Run ``python packages/attention/benchmarks/bench_normed_attention.py`` in the root.
 
-The peers are ``layer_norm``, ``generalized_attention`` and ``rms_norm`` with both residuals
-(``separate``, each a kernel of ours on a GPU), the same with torch's own norms and additions
-(``eager``) and that compiled (``compiled``), where the attention stays ours.
+The forward is that of training: it keeps what its backward wants. The peers are ``layer_norm``,
+``generalized_attention`` and ``rms_norm`` with both residuals (``separate``, each a kernel of ours
+on a GPU), the same with torch's own norms and additions (``eager``) and that compiled
+(``compiled``), where the attention stays ours.
 """
 
 from collections.abc import Iterator
@@ -48,18 +49,20 @@ def eager(x: Tensor, k: Tensor, v: Tensor, layout: Layout, k_layout: Layout) -> 
 
 
 def exact(x: Tensor, k: Tensor, v: Tensor, layout: Layout, k_layout: Layout) -> Tensor:
-    """One sequence after the other, of one head, in plain torch."""
+    """One sequence after the other in plain torch."""
     q = F.layer_norm(x, (x.shape[1],), eps=EPS)
     parts = zip(
-        q.split(layout.lengths.tolist()),
-        *(each[:, 0].split(k_layout.lengths.tolist()) for each in (k, v)),
+        q.view(-1, *k.shape[1:]).transpose(0, 1).split(layout.lengths.tolist(), dim=1),
+        *(each.transpose(0, 1).split(k_layout.lengths.tolist(), dim=1) for each in (k, v)),
         strict=True,
     )
-    read = torch.cat([F.gelu(q_i @ k_i.T * k.shape[2] ** -0.5) @ v_i for q_i, k_i, v_i in parts])
-    return F.rms_norm(read + q, (x.shape[1],), eps=EPS) + x
+    read = torch.cat(
+        [F.gelu(q_i @ k_i.mT * k.shape[2] ** -0.5) @ v_i for q_i, k_i, v_i in parts], dim=1
+    )
+    return F.rms_norm(read.transpose(0, 1).flatten(1) + q, (x.shape[1],), eps=EPS) + x
 
 
-COMPILED_CASE = "queries_512_keys_128"  # it compiles for long
+COMPILED_CASES = ("queries_2048_keys_128_heads_1", "queries_2048_keys_128_heads_4")  # it takes long
 PEERS: dict[str, Fn] = {"separate": separate, "eager": eager, "compiled": torch.compile(eager)}
 
 
@@ -77,7 +80,7 @@ class Drawn:
             self._calls = {}
             torch.manual_seed(0)
             self._name = case.name
-            self._inputs = drawn(case.q_lengths, case.keys, case.head_width, device)
+            self._inputs = drawn(case, device)
         return self._inputs
 
     def call(self, case: AttentionCase, device: str, who: str, fn: Fn, *, back: bool) -> Any:
@@ -85,20 +88,23 @@ class Drawn:
         inputs = self.draw(case, device)
         name = f"{who}_{back}"
         if name not in self._calls:
-            made = backward_of(fn, inputs) if back else torch.no_grad()(partial(fn, *inputs))
+            made = backward_of(fn, inputs) if back else partial(fn, *inputs)
             self._calls[name] = made
         return self._calls[name]()
 
 
-def drawn(
-    lengths: tuple[int, ...], keys: tuple[int, ...], width: int, device: str
-) -> tuple[Any, ...]:
+def drawn(case: AttentionCase, device: str, *, first: int | None = None) -> tuple[Any, ...]:
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
-    layout, k_layout = (Layout.from_lengths(list(each), device=device) for each in (lengths, keys))
-    x = torch.randn(layout.total_tokens, width, device=device, dtype=dtype)
+    width, heads = case.head_width, case.heads
+    layout, k_layout = (
+        Layout.from_lengths(list(each[:first]), device=device)
+        for each in (case.q_lengths, case.keys)
+    )
+    x = torch.randn(layout.total_tokens, heads * width, device=device, dtype=dtype)
     # Normalised by head, as a model's keys are, and values of length about 1.
     k, v = (
-        torch.randn(k_layout.total_tokens, 1, width, device=device, dtype=dtype) for _ in range(2)
+        torch.randn(k_layout.total_tokens, heads, width, device=device, dtype=dtype)
+        for _ in range(2)
     )
     return (*(t.requires_grad_() for t in (x, k, v / width**0.5)), layout, k_layout)
 
@@ -121,13 +127,18 @@ def rows_of(case: AttentionCase, device: str) -> list[BenchCase]:
         "visible_pairs": sum(q * k for q, k in zip(case.q_lengths, case.keys, strict=True)),
         "tokens": sum(case.q_lengths),
         "k_tokens": sum(case.keys),
-        "heads": 1,
-        "kv_heads": 1,
+        "heads": case.heads,
+        "kv_heads": case.heads,
         "head_width": case.head_width,
         "token_bytes": element_bytes,
         "key_bytes": element_bytes,
     }
-    costs = normed_attention_cost(**size), normed_attention_backward_cost(**size)
+    # The reference keeps nothing, nor do the kernels of one head.
+    keeps = case.heads > 1 and device.startswith("cuda")
+    costs = (
+        normed_attention_cost(**size, keeps=keeps),
+        normed_attention_backward_cost(**size, kept=keeps),
+    )
     own = partial(normed_attention, visible_pairs=0)
     return [
         BenchCase(
@@ -138,14 +149,15 @@ def rows_of(case: AttentionCase, device: str) -> list[BenchCase]:
             shapes={
                 "q_lengths": case.q_lengths,
                 "k_lengths": case.keys,
-                "width": case.head_width,
+                "heads": case.heads,
+                "head_width": case.head_width,
                 "activation": "gelu",
             },
             dtype="bfloat16" if element_bytes == 2 else "float32",
             peers={
                 who: partial(DRAWN.call, case, device, who, peer, back=back)
                 for who, peer in PEERS.items()
-                if who != "compiled" or case.name == COMPILED_CASE
+                if who != "compiled" or case.name in COMPILED_CASES
             },
         )
         for back, direction in ((False, "forward"), (True, "backward"))
@@ -154,7 +166,7 @@ def rows_of(case: AttentionCase, device: str) -> list[BenchCase]:
 
 def gate(case: AttentionCase, device: str) -> None:
     """Compare the first sequences as a batch of their own, forward and backward."""
-    few = drawn(case.q_lengths[:8], case.keys[:8], case.head_width, device)
+    few = drawn(case, device, first=8)
     check_run_budget(
         run_with_gradients(normed_attention, fresh(few)),
         run_with_gradients(exact, fresh(few)),

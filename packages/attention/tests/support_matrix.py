@@ -182,6 +182,12 @@ BLOCK_CASES = [
     (100, 2, 2, "none", Case(64, 64, ("float16",), FULL)),
     (5, 2, 2, "rote", Case(64, 64, ("bfloat16",), FULL)),
 ]
+# test_sm90_blocks.test_right_at_the_edges_of_blocks, by tokens of a block.
+HOPPER_BLOCKS = [
+    (tokens, Case(width, width, (dtype,), FULL))
+    for width, dtype in ((128, "bfloat16"), (64, "float16"))
+    for tokens in (128, 65)
+]
 # test_block_attention_on_gpu.test_every_head_width_on_gpu.
 BLOCK_WIDTHS = [
     Case(width, value_width, ("bfloat16", "float32") if width in (24, 96) else HALVES[:1], FULL)
@@ -583,10 +589,14 @@ def matrix() -> str:
             "| --- | --- | --- | --- |",
             *feature_rows(POOLED_FEATURES, _POOLED_FILES),
             "",
-            "`block_attention`, whose pattern is the block:",
+            "`block_attention`, whose pattern is the block; Hopper's kernels take those of more",
+            "than 64 tokens:",
             "",
             "| on | kernels | dtype | head widths (K/V) | patterns | state |",
             "| --- | --- | --- | --- | --- | --- |",
+            *in_blocks(
+                rows_of("H200, sm_90", "Hopper", [case for _, case in HOPPER_BLOCKS], "run")
+            ),
             *in_blocks(
                 rows_of(
                     "H200, sm_90",

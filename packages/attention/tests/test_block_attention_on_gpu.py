@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from gem_attention.kernels.block_attention import op
 from gem_attention.ops import block_attention
 from gem_attention.patterns import visible_pairs_block
 from gem_jagged.batch import Layout
+from gem_opkit import impl
 from gem_opkit.testing import (
     check_compiles_whole,
     check_equal_up_to_rounding,
@@ -114,6 +116,23 @@ def test_poison_and_tails_on_gpu(block_tokens):
         assert torch.isfinite(x[: poisoned.start]).all()
         assert torch.isfinite(x[poisoned.stop :]).all()
         assert not x[730:].any()
+
+
+@pytest.mark.gpu
+def test_the_log_says_what_runs(caplog, monkeypatch):
+    monkeypatch.setattr(impl, "_announced", set())
+    monkeypatch.setattr(op, "_announced", set())
+    q, k, v, layout = on_gpu((300, 1))
+    with caplog.at_level("INFO"):
+        for block_tokens in (200, 128, 128, 64):
+            block_attention(q, k, v, layout, block_tokens=block_tokens)
+    by_tokens = [r.message.removeprefix("block_attention: ") for r in caplog.records]
+    assert by_tokens == [
+        "impl='auto' on cuda runs reference",
+        "impl='auto' on cuda runs triton",
+        "kernel_sm90 runs forward for torch.bfloat16, K=128, blocks of 128",
+        "kernel runs forward for torch.bfloat16, K=128, blocks of 64",
+    ]
 
 
 @pytest.mark.gpu

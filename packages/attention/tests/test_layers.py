@@ -262,6 +262,17 @@ def test_sum_kron_is_its_formula():
     assert layer(h[:0]).shape == (0, 2, D)
 
 
+def test_sum_kron_without_copies_is_the_same_map():
+    layer = SumKronLinear(5, 2, D, 3).double()
+    h = torch.randn(4, 5, D, dtype=torch.float64, requires_grad=True)
+    leaves = (h, layer.z, layer.w)
+    upstream = torch.randn(4, 2, D, dtype=torch.float64)
+    outputs = [layer(h), layer.without_copies(h)]
+    torch.testing.assert_close(outputs[1], outputs[0])
+    plain, own = (torch.autograd.grad(y, leaves, upstream) for y in outputs)
+    torch.testing.assert_close(own, plain)
+
+
 def test_pooling_of_an_empty_sequence_is_zero():
     layout = Layout.from_lengths([0, 4])
     x = torch.randn(4, D)

@@ -7,7 +7,7 @@ from gem_attention.kernels.normed_attention.cost import (
     normed_attention_backward_cost,
     normed_attention_cost,
 )
-from gem_attention.kernels.normed_attention.kernel import normed_constants
+from gem_attention.kernels.normed_attention.kernel import normed_constants, rows_constants
 from gem_attention.ops import normed_attention
 from gem_attention.patterns import visible_pairs
 from gem_jagged.batch import Layout
@@ -102,18 +102,25 @@ def test_registration():
         "key_bytes": 4,
     }
     offsets, lengths = (layout.offsets_O, k_layout.offsets_O), (layout.lengths, k_layout.lengths)
-    rest = (*offsets, *lengths, 5, "gelu", 0.5, 1e-6, 1e-5, 30, "reference")
+    places, numbers = (*offsets, *lengths), (5, "gelu", 0.5, 1e-6, 1e-5)
     check_registration(
         torch.ops.gem_attention.normed_attention,
-        (x, k, v, *rest),
+        (x, k, v, *places, *numbers, True, 30, "reference"),
         cost=normed_attention_cost(**size),
         backward_cost=normed_attention_backward_cost(**size),
     )
     x, k, v = (t.detach() for t in (x, k, v))
+    grad, rest = torch.randn_like(x), (*places, *numbers, 30, "reference")
     check_registration(
         torch.ops.gem_attention.normed_attention_backward,
-        (torch.randn_like(x), x, k, v, *rest),
+        (grad, x, k, v, x[:0].clone(), x[:0].clone(), *rest),
         cost=normed_attention_backward_cost(**size),
+    )
+    # Of what the kernels of several heads keep the reference needs nothing.
+    check_registration(
+        torch.ops.gem_attention.normed_attention_backward,
+        (grad, x, k, v, torch.randn_like(x), torch.randn_like(x), *rest),
+        cost=normed_attention_backward_cost(**size, kept=True),
     )
 
 
@@ -146,12 +153,17 @@ def with_impl(**options):
 
 # Steps of 16 tokens: one, several, a last one; sequences without keys and without tokens; tails.
 @pytest.mark.interpreter
-@pytest.mark.parametrize(("activation", "width"), [("gelu", 24), ("silu", 16)])
-def test_interpreted_kernel(activation, width):
+@pytest.mark.parametrize(
+    ("activation", "width", "heads", "kv_heads"),
+    [("gelu", 24, 1, 1), ("silu", 16, 1, 1), (("gelu", "relu", "silu", "relu"), 12, 4, 2)],
+)
+def test_interpreted_kernel(activation, width, heads, kv_heads):
     check_interpreted_kernel(
         with_impl(activation=activation),
         variant(oracle, activation=activation),
-        inputs((70, 0, 33, 5), (9, 4, 0, 128), width=width, tail=140),
+        inputs(
+            (70, 0, 33, 5), (9, 4, 0, 128), heads=heads, kv_heads=kv_heads, width=width, tail=140
+        ),
     )
 
 
@@ -160,15 +172,18 @@ GPU_LENGTHS = ((1300, 0, 33, 5, 129), (100, 4, 0, 128, 1))
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("activation", "width", "dtypes"),
+    ("activation", "width", "dtypes", "heads", "kv_heads"),
     [
-        ("gelu", 128, (torch.bfloat16, torch.float16)),
-        ("silu", 64, (torch.bfloat16,)),
-        ("relu", 40, (torch.bfloat16,)),
+        ("gelu", 128, (torch.bfloat16, torch.float16), 1, 1),
+        ("silu", 64, (torch.bfloat16,), 1, 1),
+        ("relu", 40, (torch.bfloat16,), 1, 1),
+        ("gelu", 128, (torch.bfloat16, torch.float16), 4, 4),
+        (("silu", "gelu"), 64, (torch.bfloat16,), 2, 1),
+        ("relu", 40, (torch.bfloat16,), 3, 3),
     ],
 )
-def test_kernel_on_gpu(activation, width, dtypes):
-    x, k, v, *layouts = inputs(*GPU_LENGTHS, width=width, tail=3)
+def test_kernel_on_gpu(activation, width, dtypes, heads, kv_heads):
+    x, k, v, *layouts = inputs(*GPU_LENGTHS, width=width, heads=heads, kv_heads=kv_heads, tail=3)
     k, v = ((t.detach() / width**0.5).requires_grad_() for t in (k, v))
     check_kernel_on_gpu(
         with_impl(activation=activation),
@@ -237,12 +252,34 @@ def test_refuses(monkeypatch):
                 'normed_attention: impl="triton" .* use impl="reference"',
             ),
             (
-                lambda: call(torch.cat([x, x], 1), k, v, layout, k_layout, impl="triton"),
+                lambda: call(torch.cat([x] * 2731, 1), k, v, layout, k_layout, impl="triton"),
                 UnsupportedError,
-                "must have one head of at most 128 columns, .* got 12 columns in heads of 6",
+                "must have one head of at most 128 columns .* got 16386 columns in heads of 6",
             ),
         ]
     )
+
+
+@pytest.mark.interpreter
+def test_several_heads_keep_what_their_cost_says():
+    x, k, v, layout, k_layout = inputs((3, 0, 6), (2, 5, 4), heads=2, width=4)
+    given = (layout.offsets_O, k_layout.offsets_O, None, None, 5, "gelu", 0.5, 1e-6, 1e-5)
+    size = {"visible_pairs": 30, "tokens": 9, "k_tokens": 11, "heads": 2, "kv_heads": 1}
+    size |= {"head_width": 4, "token_bytes": 4, "key_bytes": 4}
+    outs = []
+    for keep in (False, True):
+        out, *kept = torch.ops.gem_attention.normed_attention(x, k, v, *given, keep, 30, "triton")
+        cost = normed_attention_cost(**size, keeps=keep)
+        written = out.numel() + sum(t.numel() for t in kept)
+        assert cost.bytes == 4 * (x.numel() + 2 * k.numel() + written)
+        assert [t.shape[0] for t in kept] == [9 * keep] * 2
+        outs.append(out)
+    assert torch.equal(*outs)
+    # The public function keeps only what a backward may want.
+    seen = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t.shape) or t, lambda t: t):
+        normed_attention(x, k, v, layout, k_layout, impl="triton")
+    assert seen.count(x.shape) == 3
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
@@ -282,8 +319,9 @@ def test_strided_operands(impl):
     check_equal_up_to_rounding(got[1], torch.stack(wanted[1:], dim=1))
 
 
-def test_a_poisoned_sequence_leaves_the_others_alone(impl):
-    x, k, v, *layouts = inputs((5, 9, 8), (4, 3, 6))
+@pytest.mark.parametrize("heads", [1, 2])
+def test_a_poisoned_sequence_leaves_the_others_alone(impl, heads):
+    x, k, v, *layouts = inputs((5, 9, 8), (4, 3, 6), heads=heads, kv_heads=heads)
     with torch.no_grad():
         x[5:14], k[4:7], v[4:7] = torch.nan, torch.nan, torch.nan
     out = normed_attention(x, k, v, *layouts, impl=impl)
@@ -319,21 +357,47 @@ def kernel(direction, dtype, width):
     return KernelVariant(name, arguments, constants, 8 if back else 4, constants["STAGES"])
 
 
+def rows_of_heads(name, pointers, numbers, width=512):
+    arguments = dict.fromkeys(pointers, "*bf16") | {"rows": "i32"} | numbers
+    constants = rows_constants(width)
+    return KernelVariant(name, arguments, constants, constants.pop("num_warps"))
+
+
 def test_normed_attention_compiles():
-    variants = [kernel("forward", "bf16", 128), kernel("backward", "bf16", 128)]
+    variants = [
+        kernel("forward", "bf16", 128),
+        kernel("backward", "bf16", 128),
+        rows_of_heads(
+            "normed_heads_out_kernel",
+            ("x_ptr", "read_ptr", "out_ptr"),
+            {"eps": "fp32", "out_eps": "fp32", "stride_x_t": "i32"},
+        ),
+        rows_of_heads(
+            "normed_heads_finish_kernel",
+            ("x_ptr", "grad_q_ptr", "grad_a_ptr", "grad_ptr", "grad_x_ptr"),
+            {"eps": "fp32", "stride_x_t": "i32", "stride_g_t": "i32"},
+        ),
+    ]
+    forward, _, *rows = variants
     for report in compile_kernels("gem_attention.kernels.normed_attention.kernel", variants):
+        if report.variant in rows:
+            assert report.stack_bytes == 0
+            assert "ld.global.v4" in report.ptx
+            continue
         assert any(word in report.ptx for word in ("mma.sync", "wgmma", "tcgen05.mma"))
-        if report.capability == 90 and report.variant is variants[0]:
+        if report.capability == 90 and report.variant is forward:
             assert report.stack_bytes == 0
 
 
-def on_gpu(width=128, dtype=torch.bfloat16):
-    return fresh(inputs(*GPU_LENGTHS, width=width), dtype=dtype, device="cuda")
+def on_gpu(width=128, dtype=torch.bfloat16, heads=1):
+    args = inputs(*GPU_LENGTHS, width=width, heads=heads, kv_heads=heads)
+    return fresh(args, dtype=dtype, device="cuda")
 
 
 @pytest.mark.gpu
-def test_same_bits_in_ten_runs_on_gpu():
-    args = on_gpu()
+@pytest.mark.parametrize("heads", [1, 4])
+def test_same_bits_in_ten_runs_on_gpu(heads):
+    args = on_gpu(heads=heads)
     first = run_with_gradients(variant(impl="triton"), fresh(args))
     for _ in range(10):
         again = run_with_gradients(variant(impl="triton"), fresh(args))
@@ -344,8 +408,9 @@ def test_same_bits_in_ten_runs_on_gpu():
 
 
 @pytest.mark.gpu
-def test_a_captured_graph_is_right_for_other_lengths():
-    x, k, v, layout, k_layout = on_gpu()
+@pytest.mark.parametrize("heads", [1, 4])
+def test_a_captured_graph_is_right_for_other_lengths(heads):
+    x, k, v, layout, k_layout = on_gpu(heads=heads)
     upstream = torch.randn_like(x)
     attend = variant(impl="triton", visible_pairs=0)
     side = torch.cuda.Stream()

@@ -8,6 +8,7 @@ from gem_attention.rotary import apply_rotary, rotary_angles
 from gem_jagged.batch import Layout
 from gem_opkit.compile_checks import KernelVariant, compile_kernels
 from gem_opkit.errors import ConfigError, DtypeError, GemError, ShapeError, UnsupportedError
+from gem_opkit.impl import _announced
 from gem_opkit.testing import (
     LENGTH_CASES,
     check_alone_equals_in_batch,
@@ -33,6 +34,7 @@ FORMS = [
     (3, 1, True, "rote"),
     (2, 1, False, "position"),
     (1, 1, True, "none"),
+    (0, 2, True, "position"),
 ]
 
 
@@ -100,8 +102,14 @@ def test_registration():
     backward_cost = rotary_heads_backward_cost(**size, normed=True)
     check_registration(
         torch.ops.gem_attention.rotary_heads,
-        (qkv, place, gaps, rates, 3, 1, True, SCALE, EPS, "reference"),
+        (qkv, place, gaps, rates, 3, 1, True, True, SCALE, EPS, "reference"),
         cost=rotary_heads_cost(**size),
+        backward_cost=backward_cost,
+    )
+    check_registration(
+        torch.ops.gem_attention.rotary_heads,
+        (qkv, place, gaps, rates, 3, 1, True, False, SCALE, EPS, "reference"),
+        cost=rotary_heads_cost(**size, copies_values=False),
         backward_cost=backward_cost,
     )
     grads = [torch.randn(10, heads, 8) for heads in (3, 1, 1)]
@@ -175,11 +183,48 @@ def test_refuses():
     )
 
 
+@pytest.mark.parametrize(
+    ("impl", "device"),
+    [
+        ("reference", "cpu"),
+        pytest.param("triton", "cpu", marks=pytest.mark.interpreter),
+        pytest.param("triton", "cuda", marks=pytest.mark.gpu),
+    ],
+)
+@pytest.mark.parametrize("heads", [3, 0])
+def test_values_stay_where_they_lie(heads, impl, device):
+    qkv, layout, _ = fresh(inputs((heads, 2, True, "position")), device=device)
+    given = {"heads": heads, "key_heads": 2, "impl": impl}
+    copied = rotary_heads(qkv, layout, **given)
+    beside = rotary_heads(qkv, layout, **given, copies_values=False)
+    for a, b in zip(copied, beside, strict=True):
+        assert torch.equal(a, b)
+    assert beside[2].data_ptr() == qkv[:, heads + 2 :].data_ptr()
+    assert copied[2].data_ptr() != beside[2].data_ptr()
+    upstream = [torch.randn_like(x) for x in copied]
+    wanted, got = (torch.autograd.grad(x, qkv, upstream)[0] for x in (copied, beside))
+    assert torch.equal(wanted, got)
+
+
 @pytest.mark.interpreter
 def test_fp64_is_refused_by_the_kernel():
     qkv, layout, _ = inputs(FORMS[0], dtype=torch.float64)
-    with pytest.raises(UnsupportedError, match='must be "reference" for fp64'):
+    with pytest.raises(UnsupportedError, match='must be "reference" or "auto" for fp64'):
         rotary_heads(qkv, layout, heads=2, key_heads=2, impl="triton")
+
+
+@pytest.mark.gpu
+def test_fp64_on_a_gpu_is_given_to_the_reference(caplog):
+    qkv, layout, _ = fresh(inputs(FORMS[0], dtype=torch.float64), device="cuda")
+    _announced.clear()
+    with caplog.at_level("INFO", logger="gem_opkit.impl"):
+        given = rotary_heads(qkv, layout, heads=2, key_heads=2)
+    assert [r.message for r in caplog.records] == [
+        "rotary_heads: impl='auto' on cuda runs reference"
+    ]
+    expected = rotary_heads(qkv.cpu(), layout.to("cpu"), heads=2, key_heads=2)
+    for a, b in zip(given, expected, strict=True):
+        torch.testing.assert_close(a.cpu(), b)
 
 
 def test_equals_norm_and_rotation_one_after_the_other():
@@ -216,7 +261,7 @@ def test_kernels_compile_without_spills():
         KernelVariant(
             kernel,
             {**numbers, **common, **dict.fromkeys(names, "*bf16")},
-            {**constants, "TOKENS": 4},
+            {**constants, "TOKENS": 4, **({"VALUES": True} if "v_ptr" in names else {})},
             warps=1,
             aligned=[*common, *names, "width"],
         )

@@ -1,34 +1,35 @@
-"""Forecast weak scaling of a recipe over 1 to 4,096 GPUs, and hold forecasts to measured steps.
+"""Fit rates to measured steps, hold forecasts to them, and forecast 1 to 4,096 GPUs.
 
     python packages/gem/benchmarks/plot_scaling.py
 
-in the repository's root writes the tables and the picture of docs/scaling.md. Measured steps are
-the rows of step.jsonl under results; rates are fitted to the first one of one GPU, and to
-collectives.jsonl. Three ways to hold tables are forecast. 1D: one sharding group of all ranks. 2D:
-eight copies of every shard, on the GPUs of a host, averaged each step. Fully sharded 2D: the same,
-each copy keeping an eighth between steps. The dense part takes its best plan each time. Needs no
-GPU and no torch.
+in the repository's root writes the rates that ship with `gem plan`, and the tables and the picture
+of docs/scaling.md. Rates are fitted to the row of h200 on one GPU, to collectives.jsonl and to the
+rows of attention, all under results; every other row of step.jsonl is a check. Three ways to hold
+tables are forecast. 1D: one sharding group of all ranks. 2D: eight copies of every shard, on the
+GPUs of a host, averaged each step. Fully sharded 2D: the same, each copy keeping an eighth between
+steps. The dense part takes its best plan each time. Needs no GPU and no torch.
 """
 
 import argparse
+import contextlib
 import math
-import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from gem.config import load_recipe
+from forecast_rows import SHIPPED, fit, measured, rates_table, shipped
+
+from gem.config import RunConfig, load_recipe
+from gem.planning.chosen import plan_of_recipe
 from gem.planning.command import default_topology
-from gem.planning.rates import DEFAULT, Calibrated, calibrated, read_rows
 from gem.planning.tables import tables_of
 from gem.planning.work import work_of
 from gem.report.svg import HALF, Axis, Plot
 from gem_opkit.errors import ConfigError
-from gem_parallel.contract import ParallelPlan
-from gem_parallel.planning.forecast import Forecast, forecast
+from gem_parallel.contract import DENSE_AXES, SPARSE_AXES, ParallelPlan
+from gem_parallel.planning.forecast import Forecast
 from gem_parallel.planning.planner import search
-from gem_parallel.topology import PRESETS
+from gem_parallel.planning.rates import Rates
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE, PICTURE = ROOT / "docs" / "scaling.md", ROOT / "docs" / "images" / "scaling.svg"
@@ -37,6 +38,18 @@ COPIES = 8
 WAYS = ("1D", "2D", "fully sharded 2D")
 # Rows of each table, beside those of the recipe: 100 times as many are 2.7 TB.
 TIMES = (1, 100)
+# What a recipe may choose beside its axes, each line on top of those before it.
+CHOICES = {
+    "fp32 on every wire, batches as they come": (),
+    "vectors of tables in bf16": ('parallel.table_wire_dtype="bf16"',),
+    "parameters gathered in bf16": ('parallel.gather_dtype="bf16"',),
+    "gathered once a step": ("parallel.keep_gathered=true",),
+    "batches balanced in groups of 64 ranks": (
+        'parallel.balance="within_group"',
+        "parallel.balance_group=64",
+    ),
+}
+ALL_CHOICES = tuple(setting for chosen in CHOICES.values() for setting in chosen)
 STYLE = """
 .grid{stroke:#ddd}.axis{stroke:#888}.line{fill:none;stroke-width:2}
 text{font:12px sans-serif;fill:#333}.title{font-size:13px;font-weight:bold}
@@ -65,104 +78,69 @@ class Point:
 
 
 def main() -> None:
-    """Forecast, draw, write."""
+    """Fit, forecast, draw, write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--recipe", default="h200")
     parser.add_argument("--results", type=Path, default=ROOT / "results")
     given = parser.parse_args()
+    fitted = fit(given.results)
+    (ROOT / SHIPPED).write_text(shipped(fitted.rates), encoding="utf-8")
     points = [
-        point for times in TIMES for gpus in GPUS for point in forecasts(given.recipe, times, gpus)
+        point
+        for times in TIMES
+        for gpus in GPUS
+        for point in forecasts(given.recipe, times, gpus, fitted.rates)
     ]
     PICTURE.write_text(picture(points), encoding="utf-8")
+    write_table("rates", rates_table(fitted))
+    write_table("measured", measured(given.results, fitted))
+    write_table("choices", *choices(given.recipe, fitted.rates))
     write_table("scaling", table(points))
-    write_table("measured", measured(given.results))
 
 
-def write_table(name: str, lines: Sequence[str]) -> None:
-    """Replace a table of the page.
+def write_table(name: str, *tables: Sequence[str]) -> None:
+    """Replace a part of the page.
 
     Args:
         name: that stands in the comment above it.
-        lines: of Markdown.
+        tables: lines of Markdown of each of its tables.
     """
+    lines = [line for table in tables for line in ("", *table)][1:]
     begin, end = f"<!-- table {name} -->\n", "<!-- end -->"
     head, _, rest = PAGE.read_text(encoding="utf-8").partition(begin)
     _, _, tail = rest.partition(end)
     PAGE.write_text(head + begin + "\n".join(lines) + f"\n{end}{tail}", encoding="utf-8")
 
 
-def measured(folder: Path) -> list[str]:
-    """Lines of the table of measured steps.
+def recipe_of(recipe: str, times: int, settings: Sequence[str] = ALL_CHOICES) -> RunConfig:
+    """A recipe with larger tables.
 
     Args:
-        folder: of all results.
+        recipe: its name.
+        times: rows of each table, as a multiple of the recipe's.
+        settings: what it chooses beside.
 
     Returns:
-        Markdown; the first row is the one that rates were fitted to, and that weak scaling is
-        counted against.
+        its config.
     """
-    places = [folder / place / "step.jsonl" for place in ("h200", "h200x2")]
-    rows = [row for place in places if place.is_file() for row in read_rows(place)]
-    rows.sort(key=lambda row: (row["gpus"], not row["case"].startswith("h200,"), row["case"]))
-    collectives = read_rows(folder / "h200x2" / "collectives.jsonl")
-    fitted = calibrated([*rows, *collectives], PRESETS["h200x2"])
-    sys.stdout.write(f"{fitted.rates!r}\n{fitted.topology.host_tier!r}\n")  # for gem.planning.rates
-    lines = [
-        "| recipe | GPUs, plan | MFU | weak scaling | measured, ms | forecast, ms | error "
-        "| peak, GiB | forecast, GiB |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for row in rows:
-        found = forecast_of(row, fitted)
-        here = " (fitted to it)" if row is rows[0] else ""
-        name = ", ".join([str(row["case"]).partition(",")[0], *row["set"]])
-        error = found.step_ms / row["step_ms"] - 1
-        lines.append(
-            f"| {name}{here} | {row['gpus']}, {row['plan']} | {100 * row['e2e_mfu']:.1f} % | "
-            f"{row['e2e_mfu'] / rows[0]['e2e_mfu']:.3f} | {row['step_ms']:.1f} | "
-            f"{found.step_ms:.1f} | {100 * error:+.1f} % | {row['peak_bytes'] / 2**30:.1f} | "
-            f"{found.memory.total / 2**30:.1f} |"
-        )
-    return lines
+    rows = load_recipe(recipe).data.hash_rows
+    larger = [f"data.hash_rows.{name}={times * count}" for name, count in rows.items()]
+    return load_recipe(recipe, [*larger, *settings])
 
 
-def forecast_of(row: Mapping[str, Any], fitted: Calibrated) -> Forecast:
-    """Forecast the step that a row of bench_step measured.
-
-    Args:
-        row: of step.jsonl.
-        fitted: rates and links.
-
-    Returns:
-        the forecast of its plan.
-    """
-    plan = [f"parallel.{word}" for word in row["plan"].split()] if row["gpus"] > 1 else []
-    # Where an engine holds the tables, their first rows are drawn by place; that costs no step.
-    settings = ['model.embeddings.initial_rows="by_place"', *row["set"], *plan]
-    config = load_recipe(str(row["case"]).partition(",")[0], settings)
-    ranks = ParallelPlan() if config.parallel is None else config.parallel
-    axes = ParallelPlan.model_validate({n: getattr(ranks, n) for n in ParallelPlan.model_fields})
-    topology = fitted.topology.model_copy(update={"ranks_per_host": row["gpus"]})
-    examples = row["examples_a_rank"]
-    step = tables_of(config, examples=examples).step(axes, topology)
-    work = work_of(config, examples=examples)
-    return forecast(work, axes, topology, tables=step, rates=fitted.rates)
-
-
-def forecasts(recipe: str, times: int, gpus: int) -> list[Point]:
+def forecasts(recipe: str, times: int, gpus: int, rates: Rates) -> list[Point]:
     """The best plan of each way on some GPUs.
 
     Args:
         recipe: its name.
         times: rows of each table, as a multiple of the recipe's.
         gpus: ranks.
+        rates: of the forecast.
 
     Returns:
         one point for each way; without a forecast where it does not exist or does not fit.
     """
-    rows = load_recipe(recipe).data.hash_rows
-    settings = [f"data.hash_rows.{name}={times * count}" for name, count in rows.items()]
-    config = load_recipe(recipe, settings)
+    config = recipe_of(recipe, times)
     work, tables, topology = work_of(config), tables_of(config), default_topology(gpus)
     points: list[Point] = []
     for way in WAYS:
@@ -170,18 +148,73 @@ def forecasts(recipe: str, times: int, gpus: int) -> list[Point]:
         fixed = {"table_replicate": copies, "fully_sharded_tables": way == WAYS[2]}
         found = None
         if gpus % copies == 0 and (way == "1D" or gpus > COPIES):
-            try:
+            with contextlib.suppress(ConfigError):
                 found = search(
-                    work, topology, tables=tables.step, rates=DEFAULT, fixed=fixed, most=1
+                    work,
+                    topology,
+                    tables=tables.step,
+                    rates=rates,
+                    fixed=fixed,
+                    like=plan_of_recipe(config),
+                    most=1,
                 )
-            except ConfigError:
-                found = None
         if found is None or not found.best[0].forecast.fits:
             points.append(Point(times, way, gpus, None, 0.0))
             continue
         best = found.best[0].forecast
         points.append(Point(times, way, gpus, best, found.weak_scaling(best)))
     return points
+
+
+def choices(recipe: str, rates: Rates, gpus: int = GPUS[-1]) -> tuple[list[str], list[str]]:
+    """Lines of the tables of what a recipe may choose, and of where the step goes.
+
+    Args:
+        recipe: its name.
+        rates: of the forecast.
+        gpus: ranks.
+
+    Returns:
+        Markdown of both.
+    """
+    settings: list[str] = []
+    one: Forecast | None = None
+    found: list[tuple[str, ParallelPlan, Forecast]] = []
+    lines = [
+        f"| {gpus:,} GPUs, line upon line | step, ms | weak scaling | plan |",
+        "| --- | ---: | ---: | --- |",
+    ]
+    for name, chosen in CHOICES.items():
+        settings += chosen
+        config = recipe_of(recipe, 1, settings)
+        result = search(
+            work_of(config),
+            default_topology(gpus),
+            tables=tables_of(config).step,
+            rates=rates,
+            fixed={"table_replicate": COPIES, "fully_sharded_tables": False},
+            like=plan_of_recipe(config),
+            most=1,
+        )
+        best, one = result.best[0].forecast, result.single
+        found.append((name, best.plan, best))
+        axes = ", ".join(
+            f"{axis}={getattr(best.plan, axis)}"
+            for axis in (*DENSE_AXES, *SPARSE_AXES)
+            if getattr(best.plan, axis) > 1
+        )
+        lines.append(f"| {name} | {best.step_ms:.1f} | {result.weak_scaling(best):.3f} | {axes} |")
+    columns = [one, found[0][2], found[-1][2]] if one is not None else []
+    parts = [
+        f"| part of the step, ms | 1 GPU | {gpus:,}, first line | {gpus:,}, last line |",
+        "| --- | ---: | ---: | ---: |",
+    ]
+    parts += [
+        f"| {part} | " + " | ".join(f"{column.parts_ms[part]:.1f}" for column in columns) + " |"
+        for part in columns[0].parts_ms
+        if any(column.parts_ms[part] >= 0.05 for column in columns)
+    ]
+    return lines, parts
 
 
 def table(points: Sequence[Point]) -> list[str]:
@@ -213,6 +246,9 @@ def cell(point: Point) -> str:
 
     Args:
         point: the forecast.
+
+    Returns:
+        step time, weak scaling and memory, or a dash.
     """
     found = point.forecast
     if found is None:
@@ -259,12 +295,15 @@ def plot(points: Iterable[Point], size: str) -> str:
     Args:
         points: with forecasts.
         size: of the tables, in words.
+
+    Returns:
+        the inner parts of an SVG.
     """
     ticks = [(float(power), f"{2**power:,}") for power in range(0, 13, 2)]
     drawn = Plot(
         HALF,
         Axis(0.0, 12.6, "GPUs"),
-        Axis(0.2, 1.05, "forecast weak scaling"),
+        Axis(0.2, 1.15, "forecast weak scaling"),
         f"forecast weak scaling over 1 to 4,096 GPUs, tables of {size}",
         x_ticks=ticks,
     )

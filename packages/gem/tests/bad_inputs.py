@@ -218,6 +218,21 @@ CASES = (
     ),
     Case("A plan", "data that is not there yet", ("plan", "ml100k-time", "--gpus", "8")),
     Case("A plan", "a model that is not counted", ("plan", "recipe.toml", "--gpus", "8")),
+    Case(
+        "A bench",
+        "an implementation that does not exist",
+        ("bench", "step", "synthetic-debug", "--impl", "cuda"),
+    ),
+    Case(
+        "A bench",
+        "a picture without a profile",
+        ("bench", "step", "synthetic-debug", "--svg", "step.svg", "--profile", "0"),
+    ),
+    Case(
+        "A bench",
+        "kernels compared where none runs",
+        ("bench", "step", "synthetic-debug", "--check", "50", "--set", "train.device=cpu"),
+    ),
     Case("The recipe", "no such recipe", ("train", "synthetic-debugg")),
     Case("The recipe", "no such file", ("train", "recipes/mine.toml")),
     Case("The recipe", "a folder in its place", ("train", "data")),

@@ -164,7 +164,7 @@ def test_wrong_words_are_one_line_too(gem, words, said):
     assert said in one_line_error(gem(*words))
 
 
-@pytest.mark.parametrize("words", [[], ["data"]])
+@pytest.mark.parametrize("words", [[], ["data"], ["bench"]])
 def test_no_command_shows_the_help(gem, words):
     code, out, err = gem(*words)
     assert code == 2

@@ -175,8 +175,13 @@ def test_formats_of_cpus():
 
 def test_a_recipe_may_ask_for_what_is_built():
     found = format_findings({"cpu": cpu_formats([])})
-    assert {f.recipe for f in found.values() if f.built} == {"fp32", "bf16_autocast"}
-    assert (found["mxfp8"].recipe, found["mxfp8"].built) == ("mxfp8", False)
+    built = {name: f.recipe for name, f in found.items() if f.built}
+    assert built == {
+        "fp32": "fp32",
+        "bf16": "bf16_autocast",
+        "fp8_block": "fp8_block",
+        "mxfp8": "mxfp8_rceil",
+    }
     assert found["tf32"].recipe is None
 
 

@@ -1,13 +1,14 @@
 """Who computes: the whole table of words and devices, the log, and Dynamo."""
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 import gem_opkit.impl
 from gem_opkit.errors import UnsupportedError
-from gem_opkit.impl import resolve_impl
+from gem_opkit.impl import auto_means, resolve_impl
 from gem_opkit.testing import check_refuses
 
 CPU, CUDA, META = (torch.device(name) for name in ("cpu", "cuda", "meta"))
@@ -85,3 +86,21 @@ def test_choice_inside_a_full_graph_is_made_and_logged(monkeypatch, caplog):
     torch._dynamo.reset()
     with pytest.raises(RuntimeError, match="needs TRITON_INTERPRET=1"):
         whole(torch.ones(2), "triton")
+
+
+def test_auto_can_mean_the_reference_on_every_thread(monkeypatch):
+    def chosen(impl):
+        return resolve_impl(impl, CUDA, "op", has_triton=True)
+
+    with auto_means("reference"):
+        with ThreadPoolExecutor(1) as other:
+            assert other.submit(chosen, "auto").result() == chosen("auto") == "reference"
+        assert chosen("triton") == "triton"  # who asks by name gets it
+        with pytest.raises(ZeroDivisionError), auto_means("auto"):
+            assert chosen("auto") == "triton"
+            raise ZeroDivisionError
+        assert chosen("auto") == "reference"
+    assert chosen("auto") == "triton"
+    with pytest.raises(UnsupportedError, match="auto_means: impl must be one of"):  # noqa: SIM117
+        with auto_means("cuda"):
+            pass

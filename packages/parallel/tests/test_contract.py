@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from gem_opkit.contract import contract_json
-from gem_opkit.errors import ConfigError, UnsupportedError
+from gem_opkit.errors import ConfigError
 from gem_parallel import contract
-from gem_parallel.contract import LinkTier, ParallelPlan, RecomputePolicy, Topology
+from gem_parallel.contract import LinkTier, ParallelPlan, Topology
 from gem_parallel.topology import PRESETS, axis_tiers, preset
 
 NVLINK = LinkTier(name="nvlink", gbytes_per_s=450, latency_us=5)
@@ -110,10 +110,3 @@ def test_planning_imports_no_torch():
         "raise SystemExit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-@pytest.mark.parametrize("asked", [{"kind": "budget", "budget_gib": 4.0}, {"budget_gib": 4.0}])
-def test_recomputation_under_a_budget_is_refused_by_name(asked):
-    assert RecomputePolicy().kind == "none"
-    with pytest.raises(UnsupportedError, match="recomputation under a budget is not built yet"):
-        RecomputePolicy.model_validate(asked)

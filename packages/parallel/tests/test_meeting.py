@@ -44,3 +44,9 @@ def test_a_rank_that_died_while_it_asked_is_not_counted():
     with pytest.raises(ConfigError, match="every rank must come within 0 s; got 1 of 2"):
         store_of_this_start(store, 0, 2, timedelta(seconds=0.2))
     assert len(meet(store, 2)) == 2
+
+
+def test_a_rank_that_nobody_answers_says_so():
+    told = "the first rank must answer rank 3 within 0 s; got .*; look at the first host"
+    with pytest.raises(ConfigError, match=told):
+        store_of_this_start(dist.HashStore(), 3, 4, timedelta(seconds=0.2))

@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from gem_parallel.watch import Watch
+from gem_parallel.whereabouts import has_ended, own_whereabouts
 
 # Two ranks in a collective; the second one stands still in the first step. Its sockets stay open.
 STANDS_STILL = """
@@ -73,6 +74,70 @@ def test_time_in_which_this_machine_slept_does_not_count():
     beats(some, 2)
     assert first.look(10_000.0) is None
     assert beats([first, second], 3) == [None, None]
+
+
+@pytest.fixture
+def neighbour():
+    """Another process of this machine, and what it says of itself."""
+    words = "import sys, gem_parallel.whereabouts as w; print(w.own_whereabouts(), flush=True)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"{words}; sys.stdin.read()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    yield process, process.stdout.readline().strip()
+    process.kill()
+    process.communicate()
+
+
+def test_a_process_that_was_killed_is_gone_before_anybody_takes_note(neighbour):
+    process, word = neighbour
+    assert not has_ended(word)
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # a zombie
+    assert has_ended(word)
+    process.wait()
+    assert has_ended(word)
+
+
+def test_what_cannot_be_looked_up_is_not_gone():
+    boot, space, _, began = own_whereabouts().split("/")
+    assert not has_ended(own_whereabouts())
+    assert not has_ended("-")
+    assert not has_ended("")
+    for elsewhere in (f"other/{space}", f"{boot}/pid:[1]"):
+        assert not has_ended(f"{elsewhere}/999999999/{began}")
+    # The same number, given to a process that began later.
+    assert has_ended(f"{boot}/{space}/{os.getpid()}/1")
+
+
+def test_a_killed_rank_of_this_machine_is_told_at_the_next_look(neighbour):
+    process, word = neighbour
+    first, second, third = some = watches()
+    third._sign = f"{HOST} {word}"
+    assert beats(some, 2) == [None] * 3
+    process.kill()
+    process.wait()
+    line = f"the end of the process of rank 2 on host {HOST}"
+    assert beats([first, second], 1) == [line, line]
+    assert not first.others_are_gone
+
+
+def test_a_rank_that_left_before_its_process_ended_is_not_missed(neighbour):
+    process, word = neighbour
+    first, second = some = watches(size=2)
+    second._sign = f"{HOST} {word}"
+    beats(some, 2)
+    process.kill()
+    process.wait()
+    second.leave()
+    assert beats([first], 20) == [None]
+    # Without its farewell it would have been: nobody else is left to be told.
+    second._store.set("gem/alive/1", f"9 {second._sign}")
+    assert beats([first], 1) == [f"the end of the process of rank 1 on host {HOST}"]
+    assert first.others_are_gone
 
 
 class GoneStore:

@@ -11,7 +11,7 @@ from gem_opkit.errors import ConfigError, DtypeError, ShapeError, UnsupportedErr
 from gem_opkit.testing import check_budget, count_launches
 from gem_precision.contract import PrecisionRecipe
 from gem_precision.layers import LayerNorm, Mlp, Projection, RmsNorm, apply_recipe
-from gem_precision.norms import rms_normalize
+from gem_precision.norms import norm_beside_input, rms_normalize
 
 
 def plain_rms(x, eps=1e-6):
@@ -127,6 +127,39 @@ def test_norms_add_what_stands_around_them(norm, device):
     torch.testing.assert_close(module(x, before=before, after=after), expected)
     narrow = module.float()(x.bfloat16(), before=before.float())
     assert narrow.dtype == torch.float32
+
+
+@pytest.mark.parametrize("norm", [RmsNorm, LayerNorm])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_norms_drop_a_share_of_what_they_return(norm, device):
+    module, x, after = norm(64).to(device), *torch.randn(2, 200, 64, device=device)
+    x.requires_grad_()
+    drawn = []
+    for seed in (5, 5, 6):
+        torch.manual_seed(seed)
+        y = module(x, after=after, dropout=0.25)
+        (grad,) = torch.autograd.grad((y * x.detach()).sum(), x)
+        drawn.append((y - after, grad))
+    for a, b in zip(*drawn[:2], strict=True):
+        assert torch.equal(a, b)
+    y, grad = drawn[0]
+    kept = y.abs() > 1e-5
+    assert not torch.equal(kept, drawn[2][0].abs() > 1e-5)
+    # 12,800 values: within five standard deviations.
+    assert abs((~kept).float().mean() - 0.25) < 0.02
+    plain = module(x)
+    torch.testing.assert_close(y, plain * kept / 0.75, rtol=1e-4, atol=1e-5)
+    (expected,) = torch.autograd.grad((plain * kept / 0.75 * x.detach()).sum(), x)
+    torch.testing.assert_close(grad, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("norm", [RmsNorm, LayerNorm])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_norms_broadcast_nothing_that_is_added(norm, device):
+    module, x = norm(24).to(device), torch.randn(2, 5, 24, device=device)
+    for name in ("before", "after"):
+        with pytest.raises(ShapeError, match=rf"{name} must have the shape \(2, 5, 24\)"):
+            module(x, **{name: x[:1]})
 
 
 @pytest.mark.gpu
@@ -275,3 +308,37 @@ def test_runs_where_triton_cannot_be_imported():
         "y = RmsNorm(4)(Mlp((4, 8, 4))(torch.ones(2, 4))); sys.exit(not torch.isfinite(y).all())"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("used", ["both", "norm", "input"])
+def test_gradients_of_a_norm_and_of_its_input_add_up(centred, used):
+    x = torch.randn(40, 24, requires_grad=True)
+    upstream = torch.randn(2, 40, 24)
+    shares = {"both": (1.0, 1.0), "norm": (1.0, 0.0), "input": (0.0, 1.0)}[used]
+    around = x - x.mean(-1, keepdim=True) if centred else x
+    expected = around / (around.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    y, passed = norm_beside_input(x, centred=centred, eps=1e-6)
+    assert torch.equal(passed, x)
+    torch.testing.assert_close(y, expected)
+
+    def gradient(one, other):
+        parts = zip((one, other), upstream, shares, strict=True)
+        loss = sum((out * up).sum() for out, up, share in parts if share)
+        return torch.autograd.grad(loss, x)[0]
+
+    torch.testing.assert_close(gradient(y, passed), gradient(expected, x))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("norm", [RmsNorm(32), LayerNorm(32), RmsNorm(32, affine=True)])
+def test_a_norm_beside_its_input(device, norm):
+    norm = norm.to(device)
+    x = torch.randn(50, 32, device=device, requires_grad=True)
+    y, passed = norm.beside(x)
+    assert torch.equal(y, norm(x))
+    assert torch.equal(passed, x)
+    (own,) = torch.autograd.grad((y.square() + passed).sum(), x)
+    (expected,) = torch.autograd.grad((norm(x).square() + x).sum(), x)
+    torch.testing.assert_close(own, expected)

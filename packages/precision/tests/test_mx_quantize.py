@@ -130,6 +130,8 @@ def wide_tiles(monkeypatch):
         import gem_precision.kernels.mx_quantize.kernel as kernel
 
         monkeypatch.setattr(kernel, "_BLOCKS", 16)
+        monkeypatch.setattr(kernel, "_TILES", dict.fromkeys(kernel._TILES, (16, 4)))
+        monkeypatch.setattr(kernel, "CHANCE_BLOCKS", 16)
 
 
 def check_bytes(x, scaling, element, impl, device):
@@ -173,7 +175,7 @@ def test_registration():
     x_TD, size = torch.randn(35, 70).bfloat16(), {"rows": 35, "width": 70}
     check_registration(
         torch.ops.gem_precision.mx_quantize,
-        (x_TD, "mxfp8_rceil", "e4m3", "both", "reference"),
+        (x_TD, "mxfp8_rceil", "e4m3", "both", None, "reference"),
         cost=mx_quantize_cost(**size, along="both", element_bytes=2),
     )
     by_columns = mx_quantize(x_TD, element="e5m2", along="columns")
@@ -295,7 +297,7 @@ def test_refuses():
 
 @pytest.mark.parametrize("along", ["rows", "columns", "both", "square"])
 def test_costs_count_the_bytes_that_are_there_and_the_fakes_have_their_shapes(along):
-    size, words = {"rows": 35, "width": 70, "along": along}, ("mxfp8_floor", "e4m3", along)
+    size, words = {"rows": 35, "width": 70, "along": along}, ("mxfp8_floor", "e4m3", along, None)
     x_TD = torch.randn(35, 70).bfloat16()
     made = torch.ops.gem_precision.mx_quantize(x_TD, *words, "reference")
     fakes = torch.ops.gem_precision.mx_quantize(x_TD.to("meta"), *words, "reference")
@@ -512,31 +514,42 @@ def test_bytes_are_those_of_torch_where_its_cast_is_the_same_everywhere(case):
 def test_kernels_compile_without_spills():
     sizes = dict.fromkeys(["rows", "width", "blocks_d", "tiles_d", "stride_t"], "i32")
     form = {"MANTISSA_BITS": 3, "LEAST_EXPONENT": -9, "LARGEST_CODE": 0x7E}
-    tile = {"BLOCKS": 4, "BLOCK": 32}
+    tile = {"BLOCK": 32}
     outputs = ("rows_ptr", "row_scales_ptr", "columns_ptr", "column_scales_ptr")
     aligned = ["x_ptr", "elements_ptr", "y_ptr", "scales_ptr", *outputs, "width", "stride_t"]
-    ways = [(True, False, False), (False, True, False), (True, True, False), (False, False, True)]
+    # Input; by rows, by columns, in squares; by the cast; blocks and warps of the tiles that run.
+    ways = [
+        ("*i16", (True, False, False), True, 4, 2),
+        ("*i32", (False, True, False), True, 2, 1),
+        ("*i16", (True, True, False), False, 4, 4),
+        ("*fp16", (False, False, True), True, 4, 4),
+        ("*i16", (True, True, False), True, 4, 2),
+    ]
     forward = [
         KernelVariant(
             "_mx_quantize_kernel",
-            {"x_ptr": pointer, **dict.fromkeys(outputs, "*u8"), **sizes},
+            {"x_ptr": pointer, **dict.fromkeys(outputs, "*u8"), **sizes, "seed": "i64"},
             {**form, **tile, "LARGEST_EXPONENT": 8, "RCEIL": True, "ROWS": by_rows,
-             "COLUMNS": by_columns, "SQUARE": square},
+             "COLUMNS": by_columns, "SQUARE": square, "CAST": cast, "CHANCE": False,
+             "BLOCKS": blocks},
+            warps=warps,
             aligned=aligned,
         )
-        for pointer, (by_rows, by_columns, square) in zip(
-            ("*i16", "*i32", "*i16", "*fp16"), ways, strict=True
-        )
+        for pointer, (by_rows, by_columns, square), cast, blocks, warps in ways
     ]  # fmt: skip
     back = KernelVariant(
         "_mx_dequantize_kernel",
         {"elements_ptr": "*u8", "scales_ptr": "*u8", "y_ptr": "*fp32", **sizes},
-        {**form, **tile, "INFINITE_CODE": 0x80, "COLUMNS": False, "SQUARE": False},
+        {**form, **tile, "BLOCKS": 4, "INFINITE_CODE": 0x80, "COLUMNS": False, "SQUARE": False},
         aligned=aligned,
     )
     for done in compile_kernels("gem_precision.kernels.mx_quantize.kernel", [*forward, back]):
         assert done.stack_bytes == 0, done.variant
         assert "st.global.v" in done.ptx, done.variant
+        # Flushed subnormals, or another rounding, would be other bytes.
+        assert ".ftz" not in done.ptx, done.variant
+        casts = "cvt.rn.satfinite.e4m3x2.f32" in done.ptx
+        assert casts == done.variant.constants.get("CAST", False), done.variant
 
 
 @pytest.mark.gpu

@@ -1,8 +1,11 @@
+from functools import partial
+
 import pytest
 import torch
 
 from gem_opkit.compile_checks import KernelVariant, compile_kernels
 from gem_opkit.errors import ConfigError, DeviceError, DtypeError, ShapeError, UnsupportedError
+from gem_opkit.impl import _announced
 from gem_opkit.testing import (
     check_alone_equals_in_batch,
     check_compiles_whole,
@@ -12,6 +15,7 @@ from gem_opkit.testing import (
     check_refuses,
     check_registration,
     check_run_budget,
+    check_runs_equal,
     fresh,
     poisoned_empty,
     run_with_gradients,
@@ -102,6 +106,17 @@ def test_registration():
         (torch.randn(5, 6), x.detach(), None, None, False, True, EPS, "reference"),
         cost=row_norm_backward_cost(**size),
     )
+    check_registration(
+        torch.ops.gem_precision.row_norm,
+        (x, None, after, None, False, False, EPS, "reference", 0.25, 7),
+        cost=row_norm_cost(**size, after=True),
+        backward_cost=row_norm_backward_cost(**size),
+    )
+    check_registration(
+        torch.ops.gem_precision.row_norm_backward,
+        (torch.randn(5, 6), x.detach(), None, None, False, False, EPS, "reference", after.detach()),
+        cost=row_norm_backward_cost(**size, added=True),
+    )
 
 
 def test_compiles_whole():
@@ -170,6 +185,8 @@ def test_refuses():
             (lambda: rms_norm(x.long()), DtypeError, "x must be floating point"),
             (lambda: rms_norm(x, gain_D=gain.to("meta")), DeviceError, "gain_D must be on cpu"),
             (lambda: rms_norm(x, eps=0.0), ConfigError, "eps must be above 0"),
+            (lambda: rms_norm(x, dropout=1.0), ConfigError, r"dropout must be in \[0, 1\)"),
+            (lambda: layer_norm(x, seed=-1), ConfigError, "seed must be in"),
             (lambda: rms_norm(x, impl="fast"), UnsupportedError, "impl must be one of"),
         ]
     )
@@ -179,6 +196,108 @@ def test_refuses():
 def test_rows_too_wide_for_a_kernel_are_refused():
     with pytest.raises(UnsupportedError, match="at most 16384"):
         rms_norm(torch.ones(1, 16_385), impl="triton")
+
+
+@pytest.mark.gpu
+def test_rows_too_wide_for_a_kernel_go_to_the_reference(caplog):
+    x = torch.randn(3, 16_385, device="cuda", requires_grad=True)
+    _announced.clear()
+    with caplog.at_level("INFO", logger="gem_opkit.impl"):
+        y = rms_norm(x)
+    # Once for the caller's word, and once for the operator's, which is resolved by then.
+    assert {r.message.rpartition(" ")[2] for r in caplog.records} == {"reference"}
+    torch.testing.assert_close(y.cpu(), rms_norm(x.detach().cpu()))
+    y.sum().backward()
+    assert bool(x.grad.isfinite().all())
+
+
+def thinned(form, *, dropout, seed):
+    """The operator with dropout, and the plain formula times the places where it is not 0."""
+    kind, swish = form
+    norm = rms_norm if kind == "rms" else layer_norm
+
+    def operator(x, after, impl="auto"):
+        given = {"swish": swish, "eps": EPS, "dropout": dropout, "seed": seed}
+        return norm(x, after=after, impl=impl, **given)
+
+    def kept(x):
+        return norm(torch.randn_like(x.detach()), dropout=dropout, seed=seed) != 0
+
+    def formula(x, after):
+        plain = norm(x, swish=swish, eps=EPS, impl="reference")
+        return plain * kept(x) / (1 - dropout) + after
+
+    return operator, formula
+
+
+@pytest.mark.parametrize("form", [("rms", False), ("layer", True)])
+def test_gradients_with_dropout(form):
+    x, _, after, _ = inputs(dtype=torch.float64)
+    operator, formula = thinned(form, dropout=0.4, seed=2**40 + 1)
+    assert torch.autograd.gradcheck(operator, (x, after))
+    torch.testing.assert_close(operator(x, after), formula(x, after))
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("width", [3, 24])
+def test_kernel_drops_what_the_reference_drops(width):
+    for form in (("rms", False), ("layer", True)):
+        x, _, after, _ = inputs(41, width)
+        operator, _ = thinned(form, dropout=0.3, seed=2**61 - 1)
+        runs = [
+            run_with_gradients(partial(operator, impl=impl), fresh((x, after)))
+            for impl in ("triton", "reference")
+        ]
+        check_runs_equal(*runs)
+
+
+def test_dropout_drops_its_share_by_seed():
+    x = torch.randn(400, 96)
+    drawn = [rms_norm(x, dropout=0.25, seed=seed) == 0 for seed in (1, 1, 2)]
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+    # 38,400 elements: the share is within four standard deviations.
+    for dropped in drawn:
+        assert abs(dropped.float().mean() - 0.25) < 4 * (0.25 * 0.75 / x.numel()) ** 0.5
+        # Of no row or column alone.
+        assert 0 < dropped.float().mean(0).min() < dropped.float().mean(0).max() < 1
+        assert dropped.float().mean(1).max() < 0.6
+    kept = rms_norm(x, dropout=0.25, seed=1)[~drawn[0]]
+    torch.testing.assert_close(kept, rms_norm(x)[~drawn[0]] / 0.75)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [130, 3072])
+def test_dropout_on_a_gpu_drops_what_the_cpu_drops(width):
+    operator, formula = thinned(("rms", False), dropout=0.3, seed=2**50 + 3)
+    check_kernel_on_gpu(operator, formula, [inputs(301, width)[i] for i in (0, 2)])
+
+
+WHERE = [
+    ("reference", "cpu"),
+    pytest.param("triton", "cpu", marks=pytest.mark.interpreter),
+    pytest.param("triton", "cuda", marks=pytest.mark.gpu),
+]
+
+
+@pytest.mark.parametrize(("impl", "device"), WHERE)
+def test_another_gradient_is_added_before_rounding(impl, device):
+    x, before, grad, gain = (t.detach().to(device) for t in inputs(9, 24))
+    added = torch.randn(24, 9, device=device).T
+    for centred, swish in ((False, False), (True, True)):
+        call = (grad, x, before, gain, centred, swish, EPS, impl)
+        plain, of_gain = torch.ops.gem_precision.row_norm_backward(*call)
+        both, same = torch.ops.gem_precision.row_norm_backward(*call, added=added)
+        torch.testing.assert_close(both, plain + added)
+        assert torch.equal(same, of_gain)
+    # In fp16 the sum is rounded once: off by half a unit in the last place, 2^-11 at most.
+    low = [t.half() for t in (grad, x, added)]
+    rest = (None, None, False, False, EPS)
+    both, _ = torch.ops.gem_precision.row_norm_backward(*low[:2], *rest, impl, added=low[2])
+    wide = (t.float() for t in low[:2])
+    exact, _ = torch.ops.gem_precision.row_norm_backward(*wide, *rest, impl)
+    error = (both.float() - (exact + low[2].float())).abs()
+    assert (error <= 1.001 * 2.0**-11 * both.float().abs() + 1e-6).all()
 
 
 def strided(device="cpu", dtype=torch.float32):
@@ -258,20 +377,26 @@ def test_kernels_compile_without_spills():
     forward = KernelVariant(
         "_forward_kernel",
         {**numbers, **pointers, "after_ptr": "*bf16", "y_ptr": "*bf16", "after_outer": "i32",
-         "after_inner": "i32", "eps": "fp32"},
-        {**shared, "CENTRED": True, "BEFORE": True, "AFTER": True, "R": 4, "BLOCK_D": 512},
+         "after_inner": "i32", "eps": "fp32", "seed": "i64"},
+        {**shared, "CENTRED": True, "BEFORE": True, "AFTER": True, "R": 4, "BLOCK_D": 512,
+         "DROP": 2**30, "KEPT_SCALE": 4 / 3},
         aligned=[*strides, *pointers, "after_ptr", "y_ptr", "after_outer", "after_inner"],
     )  # fmt: skip
     backward = KernelVariant(
         "_backward_kernel",
         {**numbers, **pointers, "grad_ptr": "*bf16", "grad_a_ptr": "*bf16", "parts_ptr": "*fp32",
-         "tiles": "i32", "grad_outer": "i32", "grad_inner": "i32", "eps": "fp32"},
-        {**shared, "CENTRED": True, "BEFORE": True, "R": 4, "BLOCK_D": 512},
-        aligned=[*strides, *pointers, "grad_ptr", "grad_a_ptr", "grad_outer", "grad_inner"],
+         "added_ptr": "*bf16", "added_outer": "i32", "added_inner": "i32", "tiles": "i32",
+         "grad_outer": "i32", "grad_inner": "i32", "eps": "fp32", "seed": "i64"},
+        {**shared, "CENTRED": True, "BEFORE": True, "ADDED": True, "R": 2, "BLOCK_D": 512,
+         "AHEAD": 3, "DROP": 2**30, "KEPT_SCALE": 4 / 3},
+        aligned=[*strides, *pointers, "grad_ptr", "grad_a_ptr", "grad_outer", "grad_inner",
+                 "added_ptr", "added_outer", "added_inner"],
     )  # fmt: skip
     for done in compile_kernels("gem_precision.kernels.row_norm.kernel", [forward, backward]):
         assert done.stack_bytes == 0
-        assert "ld.global.v4" in done.ptx
+        # 16 bytes a lane; rows that are asked for ahead go to shared memory by cp.async.cg.
+        ahead = done.variant.constants.get("AHEAD", 1) > 1
+        assert ("cp.async.cg" if ahead else "ld.global.v4") in done.ptx
 
 
 @pytest.mark.gpu

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gem_attention.contract import AttentionSpec
+from gem_attention.kernels.normed_attention.op import normed_attention, normed_attention_takes
 from gem_attention.kernels.rotary_heads.op import rotary_heads
 from gem_attention.pooling import HierarchicalSeedPooling, PooledAttention, SumKronLinear
 from gem_attention.projected import (
@@ -23,6 +24,7 @@ from gem_jagged.batch import Layout
 from gem_jagged.offsets import positions
 from gem_opkit.dims import check_shapes
 from gem_opkit.errors import ConfigError, UnsupportedError, refusal
+from gem_opkit.impl import Impl, resolve_impl
 from gem_precision.layers import LayerNorm, Projection, RmsNorm
 from gem_precision.norms import has_kernel, rms_normalize
 
@@ -115,6 +117,7 @@ class SelfAttention(nn.Module):
                 rotary=spec.rotary,
                 gap_seconds_T=gap_seconds_T if spec.rotary == "rote" else None,
                 rote_time_scale_s=spec.rote_time_scale_s,
+                copies_values=False,
             )
         else:
             # Queries and keys share the work of norm and rotation.
@@ -165,6 +168,9 @@ class GdpaPffn(nn.Module):
         model_width: width D of the tokens; heads times head_dim.
         spec: an activation other than softmax, pattern full.
         context_width: width of the context tokens, above 0.
+        impl: ``triton`` for norms, attention and residuals as one operator, ``normed_attention``,
+            which refuses what its kernels do not take; ``reference`` for one operator after the
+            other; ``auto`` for the first where a GPU's kernels take it. The choice is logged.
 
     Raises:
         ConfigError: heads that do not fill the model width, softmax, a pattern or a rotation.
@@ -173,7 +179,14 @@ class GdpaPffn(nn.Module):
         made from the summary.
     """
 
-    def __init__(self, model_width: int, spec: AttentionSpec, context_width: int) -> None:
+    def __init__(
+        self,
+        model_width: int,
+        spec: AttentionSpec,
+        context_width: int,
+        *,
+        impl: Impl = "auto",
+    ) -> None:
         super().__init__()
         check_full("GdpaPffn", spec)
         if spec.activation == "softmax":
@@ -197,6 +210,7 @@ class GdpaPffn(nn.Module):
                 )
             )
         self.spec = spec
+        self.impl = impl
         self.norm = LayerNorm(model_width)
         self.kv = Projection(context_width, 2 * spec.key_heads * spec.head_dim)
         self.out_norm = RmsNorm(model_width)
@@ -224,14 +238,35 @@ class GdpaPffn(nn.Module):
         k_SGK, v_SGK = kv.split((spec.key_heads, spec.key_heads), dim=1)
         if spec.qk_norm:
             k_SGK = rms_normalize(k_SGK)
+        k_layout = constant_layout(batch, count, layout)
+        pairs = count * layout.total_tokens
+        if spec.activation != "softmax" and self._is_one_operator(x_TD, k_SGK, count):
+            return normed_attention(
+                x_TD,
+                k_SGK,
+                v_SGK,
+                layout,
+                k_layout,
+                activation=spec.activation,
+                scale=spec.score_scale,
+                eps=self.norm.eps,
+                out_eps=self.out_norm.eps,
+                visible_pairs=pairs,
+                impl="triton",
+            )
         q1_TD = self.norm(x_TD)
         # Under autocast the keys come in its dtype, the tokens in theirs.
         q_THK = q1_TD.to(k_SGK.dtype).view(tokens, spec.heads, spec.head_dim)
-        k_layout = constant_layout(batch, count, layout)
-        pairs = count * layout.total_tokens
         out_THV = attend(spec, q_THK, k_SGK, v_SGK, layout, k_layout, pairs)
         read_TD = out_THV.reshape(tokens, spec.heads * spec.head_dim)
         return self.out_norm(read_TD, before=q1_TD, after=x_TD)
+
+    def _is_one_operator(self, x_TD: Tensor, k_SGK: Tensor, most_keys: int) -> bool:
+        """Tell whether the layer is one operator; what is spread over devices is not."""
+        takes = has_kernel(x_TD) and normed_attention_takes(x_TD, k_SGK, most_keys)
+        has_triton = self.impl == "triton" or takes
+        chosen = resolve_impl(self.impl, x_TD.device, "GdpaPffn", has_triton=has_triton)
+        return chosen == "triton"
 
 
 class CrossAttention(nn.Module):
@@ -282,7 +317,7 @@ class CrossAttention(nn.Module):
         check_shapes("CrossAttention", context_SD=context_SD)
         spec, tokens = self.spec, x_TD.shape[0]
         q_THK = self.q(x_TD).view(tokens, spec.heads, spec.head_dim)
-        k_SGK, v_SGV = keys_and_values(spec, self.kv, context_SD)
+        k_SGK, v_SGV = keys_and_values(spec, self.kv, context_SD, context_layout)
         if spec.qk_norm:
             q_THK = rms_normalize(q_THK)
         out_THV = attend(spec, q_THK, k_SGK, v_SGV, layout, context_layout, visible_pairs)

@@ -65,7 +65,7 @@ class PooledAttention(nn.Module):
         """
         check_shapes("PooledAttention", x_TD=x_TD, query_BPD=query_BPD)
         spec = self.spec
-        k_SGK, v_SGV = keys_and_values(spec, self.kv, x_TD)
+        k_SGK, v_SGV = keys_and_values(spec, self.kv, x_TD, layout)
         source = self.seeds_PD if query_BPD is None else query_BPD
         if source is None or (query_BPD is not None and self.seeds_PD is not None):
             raise ConfigError(
@@ -143,9 +143,30 @@ class SumKronLinear(nn.Module):
         """
         check_shapes("SumKronLinear", h_BPD=h_BPD)
         batch, _, width = h_BPD.shape
+        if h_BPD.is_cuda:
+            return self.without_copies(h_BPD)
         mixed = torch.matmul(self.z, h_BPD).view(batch, self.rank, self.tokens_out, width)
         rows = mixed.transpose(1, 2).reshape(batch, self.tokens_out, self.rank * width)
         return torch.matmul(rows, self.w)
+
+    def without_copies(self, h_BPD: Tensor) -> Tensor:
+        """Mix tokens and columns, with nothing of the size of h copied forward or backward.
+
+        Rows of Z sorted by output token give what the second product reads, and a batched product
+        takes h as it lies.
+
+        Args:
+            h_BPD: tokens_in tokens of each example.
+
+        Returns:
+            y_BPD with tokens_out tokens.
+        """
+        batch, _, width = h_BPD.shape
+        # Cast before it is broadcast: autocast would cast what each example reads.
+        z = self.z.to(h_BPD.dtype).unflatten(0, (self.rank, self.tokens_out))
+        z = z.transpose(0, 1).flatten(0, 1)
+        mixed = torch.bmm(z.expand(batch, -1, -1), h_BPD)
+        return torch.matmul(mixed.view(batch, self.tokens_out, self.rank * width), self.w)
 
 
 class HierarchicalSeedPooling(nn.Module):

@@ -1,15 +1,17 @@
 """What the layers share: keys and values from tokens, the operator that a spec asks for, checks."""
 
+import torch
 from torch import Tensor
 
 from gem_attention.contract import AttentionSpec
 from gem_attention.kernels.block_attention.op import block_attention
 from gem_attention.kernels.generalized_attention.op import generalized_attention
 from gem_attention.kernels.jagged_flash_attention.op import jagged_flash_attention
+from gem_attention.kernels.rotary_heads.op import rotary_heads
 from gem_jagged.batch import Layout
 from gem_opkit.errors import ConfigError, ShapeError, refusal
 from gem_precision.layers import Projection
-from gem_precision.norms import rms_normalize
+from gem_precision.norms import has_kernel, rms_normalize
 
 
 def attend(
@@ -61,9 +63,23 @@ def attend(
     )
 
 
-def keys_and_values(spec: AttentionSpec, kv: Projection, x_SD: Tensor) -> tuple[Tensor, Tensor]:
+def keys_and_values(
+    spec: AttentionSpec, kv: Projection, x_SD: Tensor, layout: Layout
+) -> tuple[Tensor, Tensor]:
     """Project keys and values, (S, G, K) each; keys are normalised where the spec says so."""
     both = kv(x_SD).view(x_SD.shape[0], 2 * spec.key_heads, spec.head_dim)
+    even = spec.head_dim % 2 == 0
+    if spec.qk_norm and even and has_kernel(both) and both.dtype != torch.float64:
+        # One gradient for the projection, written once; values stay where they are.
+        _, k_SGK, v_SGV = rotary_heads(
+            both,
+            layout,
+            heads=0,
+            key_heads=spec.key_heads,
+            rotary="none",
+            copies_values=False,
+        )
+        return k_SGK, v_SGV
     k_SGK, v_SGV = both.split((spec.key_heads, spec.key_heads), dim=1)
     return (rms_normalize(k_SGK) if spec.qk_norm else k_SGK), v_SGV
 

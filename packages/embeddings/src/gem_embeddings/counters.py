@@ -40,8 +40,9 @@ class TableCounts:
 COUNTS: tuple[str, ...] = tuple(field.name for field in fields(TableCounts))
 
 
-# Where counts stood: those of the host and those of the device, by table, and for all tables.
-Mark = tuple[Mapping[str, Sequence[int]], Mapping[str, Tensor], Tensor | None]
+# Where counts stood: those of the host and those of the device, by table, and for all tables: ids
+# outside, and different rows.
+Mark = tuple[Mapping[str, Sequence[int]], Mapping[str, Tensor], Tensor | None, Tensor | None]
 
 
 class TableCounters:
@@ -60,6 +61,7 @@ class TableCounters:
         self._host = {table: [0, 0, 0] for table in self._clips}
         self._outside: dict[str, Tensor] = {}
         self._outside_T: Tensor | None = None
+        self._unique_T: Tensor | None = None
 
     def add(self, table: str, *, looked_up: int = 0, unique: int = 0, empty_bags: int = 0) -> None:
         """Add what the host knows.
@@ -92,8 +94,16 @@ class TableCounters:
         """
         self._outside_T = _added(self._outside_T, counts_T)
 
+    def add_unique_all(self, counts_T: Tensor) -> None:
+        """Add different rows of all tables, where the host does not know them.
+
+        Args:
+            counts_T: int64, one for each table in their order, as for ``add_outside``.
+        """
+        self._unique_T = _added(self._unique_T, counts_T)
+
     def read(self) -> dict[str, TableCounts]:
-        """Return all counts, by table. Waits for the device where ids outside were counted there.
+        """Return all counts, by table. Waits for the device where anything was counted there.
 
         Returns:
             table name -> counts since they were last taken.
@@ -106,10 +116,13 @@ class TableCounters:
         if self._outside_T is not None:
             for table, count in zip(self._host, self._outside_T.tolist(), strict=True):
                 outside[table] += count
+        different = dict.fromkeys(self._host, 0)
+        if self._unique_T is not None:
+            different = dict(zip(self._host, self._unique_T.tolist(), strict=True))
         return {
             table: TableCounts(
                 looked_up=looked_up,
-                unique=unique,
+                unique=unique + different[table],
                 out_of_range=outside[table],
                 empty_bags=empty_bags,
                 clipped=outside[table] if self._clips[table] else 0,
@@ -124,7 +137,7 @@ class TableCounters:
             as ``read``.
         """
         found = self.read()
-        self.return_to(({}, {}, None))
+        self.return_to(({}, {}, None, None))
         return found
 
     def mark(self) -> Mark:
@@ -134,7 +147,7 @@ class TableCounters:
             something that ``return_to`` takes.
         """
         host = {table: list(counts) for table, counts in self._host.items()}
-        return host, dict(self._outside), self._outside_T
+        return host, dict(self._outside), self._outside_T, self._unique_T
 
     def return_to(self, mark: Mark) -> None:
         """Forget what has been counted since a mark, such as a step that is done again.
@@ -144,7 +157,7 @@ class TableCounters:
         """
         self._host = {table: list(mark[0].get(table, (0, 0, 0))) for table in self._clips}
         self._outside = dict(mark[1])
-        self._outside_T = mark[2]
+        self._outside_T, self._unique_T = mark[2], mark[3]
 
 
 def _added(before: Tensor | None, count: Tensor) -> Tensor:

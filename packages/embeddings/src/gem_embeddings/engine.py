@@ -257,6 +257,7 @@ def build_tables(  # noqa: PLR0913 - the last four are settings of their own
     mesh: DeviceMesh | None = None,
     update: Update = "backward",
     replicas: Exchanged = "weights",
+    single_pass: bool = False,
 ) -> TableEngine:
     """Build the engine that holds this rank's part of the tables. Every rank has to call it.
 
@@ -280,6 +281,8 @@ def build_tables(  # noqa: PLR0913 - the last four are settings of their own
         replicas: ``weights`` lets each sharding group learn from its own ranks, and averages rows
             in ``sync``: one exchange of all rows, as rarely as wanted. ``gradients`` merges the row
             gradients of all groups before rows move: exact, for an exchange in every step.
+        single_pass: with ``step``, that a step has one backward pass alone. On one rank ``torch``
+            then need not pick out different rows, and waits for the device in no step.
 
     Returns:
         the engine.
@@ -323,7 +326,7 @@ def build_tables(  # noqa: PLR0913 - the last four are settings of their own
     if engine == "torch":
         from gem_embeddings.sharded.engine import TorchTables
 
-        made = TorchTables(specs, lookups, plan, optimizer, world, **given)
+        made = TorchTables(specs, lookups, plan, optimizer, world, **given, single_pass=single_pass)
     else:
         from gem_embeddings.torchrec_tables import TorchrecTables
 

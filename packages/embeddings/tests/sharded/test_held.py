@@ -34,6 +34,7 @@ def engine_of(
     fully: bool = False,
     update: Update = "step",
     exchanged: Exchanged = "gradients",
+    single_pass: bool = False,
 ) -> TorchTables:
     plan = place_tables(
         SPECS,
@@ -44,7 +45,8 @@ def engine_of(
         optimizer=RULE,
     )
     engine = build_tables(
-        SPECS, (), plan, RULE, world, seed=5, update=update, replicas=exchanged
+        SPECS, (), plan, RULE, world, seed=5, update=update, replicas=exchanged,
+        single_pass=single_pass,
     )  # fmt: skip
     assert isinstance(engine, TorchTables)
     return engine
@@ -159,13 +161,16 @@ def test_groups_that_exchange_gradients_stay_equal_and_learn_as_one() -> None:
             torch.testing.assert_close(found[0], told[0][0][0], rtol=0, atol=1e-6)
 
 
-def test_what_is_held_is_looked_at_before_it_moves_rows() -> None:
-    engine = engine_of(World())
+@pytest.mark.parametrize("single_pass", [False, True])
+def test_what_is_held_is_looked_at_before_it_moves_rows(single_pass: bool) -> None:
+    engine = engine_of(World(), single_pass=single_pass)
     before = content(engine)
     assert bool(engine.held_finite())
     learn(engine, 0)
     assert engine.held_finite().shape == ()
     assert bool(engine.held_finite())
+    if single_pass:  # holds one pass at a time
+        engine.discard()
     for bad in (float("nan"), float("inf"), -(2.0**61)):
         vectors = engine({spec.name: Jagged.from_list([torch.tensor([1])]) for spec in SPECS})
         (vectors["cut"].sum() * bad).backward()
@@ -183,6 +188,48 @@ def test_what_is_held_is_looked_at_before_it_moves_rows() -> None:
     engine.load_table_state(engine.table_state())
     with pytest.raises(ConfigError, match="apply must follow a backward pass"):
         engine.apply()
+
+
+def test_a_single_pass_learns_what_held_ones_learn() -> None:
+    plain, single = engine_of(World()), engine_of(World(), single_pass=True)
+    for step in range(2):
+        for engine in (plain, single):
+            learn(engine, step)
+            engine.apply()
+        assert single.step == step + 1
+    torch.testing.assert_close(weights_of(single), weights_of(plain), rtol=0, atol=1e-6)
+    assert single.counters() == plain.counters()
+    learn(single, 2)
+    with pytest.raises(ConfigError, match="single_pass must be false"):
+        learn(single, 3)
+    single.discard()
+    learn(single, 2)
+    # An evaluation counts nothing and holds nothing.
+    before = single.counters()
+    single.eval()
+    with torch.no_grad():
+        single({spec.name: Jagged.from_list([torch.tensor([1])]) for spec in SPECS})
+    assert single.counters() == before
+    single.apply()
+
+
+def test_a_second_pass_that_goes_another_way_is_refused_too() -> None:
+    def even(engine: TorchTables) -> None:
+        learn(engine, 0)
+
+    def uneven(engine: TorchTables) -> None:
+        # Features with different numbers of examples: picked out and held.
+        ids = {s.name: Jagged.from_list([torch.tensor([1])] * n) for n, s in enumerate(SPECS, 1)}
+        torch.stack([vectors.sum() for vectors in engine(ids).values()]).sum().backward()
+
+    engine = engine_of(World(), single_pass=True)
+    for first, second in ((even, uneven), (uneven, even)):
+        first(engine)
+        with pytest.raises(ConfigError, match="single_pass must be false"):
+            second(engine)
+        engine.apply()
+        with pytest.raises(ConfigError, match="apply must follow a backward pass"):
+            engine.apply()
 
 
 def overflow_between_groups(world: World) -> list[bool]:

@@ -38,6 +38,13 @@ data_app = typer.Typer(
     rich_markup_mode="rich",
 )
 app.add_typer(data_app, name="data")
+bench_app = typer.Typer(
+    cls=Commands,
+    help="Measure how fast a recipe trains.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+app.add_typer(bench_app, name="bench")
 
 _Set = Annotated[
     list[str] | None,
@@ -491,9 +498,9 @@ def plan(  # noqa: PLR0913 - each is an option of the command
 
     Needs no GPU and no torch. docs/scaling.md says what the forecast assumes.
     """
+    from gem.planning.answer import as_json as planned_json
+    from gem.planning.answer import as_text as planned_text
     from gem.planning.command import Asked, plan_recipe
-    from gem.planning.command import as_json as planned_json
-    from gem.planning.command import as_text as planned_text
 
     asked = Asked(
         recipe=recipe,
@@ -520,6 +527,148 @@ def _dry_run_beside(planned: Any) -> tuple[dict[str, Any], str]:
 
     found = beside(planned)
     return beside_json(found), beside_text(found)
+
+
+@bench_app.command(name="step", cls=Command)
+def bench_step_of(  # noqa: PLR0913 - each is an option of the command
+    recipe: Annotated[
+        str, typer.Argument(metavar="RECIPE", help="A TOML file or a shipped recipe.")
+    ],
+    settings: _Set = None,
+    plan_axes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--plan",
+            metavar="AXIS=SIZE",
+            help="Axis of the plan of several ranks, as in shard=2; may be repeated.",
+        ),
+    ] = None,
+    examples: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="Examples of a rank; default: the recipe's batch on each rank."
+        ),
+    ] = None,
+    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Steps to time.")] = 20,
+    warmup: Annotated[int, typer.Option(metavar="N", min=1, help="Steps before them.")] = 4,
+    profiled: Annotated[
+        int,
+        typer.Option("--profile", metavar="N", min=0, help="Steps to profile; 0 for none."),
+    ] = 3,
+    impl: Annotated[
+        str,
+        typer.Option(
+            "--impl",
+            metavar="IMPL",
+            help="What computes: auto, or reference for plain torch in place of every kernel.",
+        ),
+    ] = "auto",
+    check: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="In place of timing: train N steps with the kernels and with the references, and "
+            "compare losses and NE; exit code 1 where they differ by more than roundings do.",
+        ),
+    ] = None,
+    endure: Annotated[
+        int,
+        typer.Option(
+            "--endure",
+            metavar="N",
+            min=0,
+            help="With --check: N steps more with the kernels, whose losses have to be finite.",
+        ),
+    ] = 0,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="JSON document to write.")
+    ] = None,
+    svg: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Picture of the step to write.")
+    ] = None,
+    rows: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder of results that a row is added to."),
+    ] = None,
+    *,
+    as_json: _Json = False,
+) -> None:
+    """Time the training step of a recipe, and say where its time, FLOPs and memory go.
+
+    The trainer's own step runs on random batches; no data set is read. Time is told by kind of work
+    and by module, and adds up to the step; MFU is n/a on a device whose peak is not known, as that
+    of a CPU. docs/performance.md says how it is measured. To measure several ranks:
+
+    torchrun --nproc-per-node N -m gem bench step RECIPE --plan shard=N
+    """
+    from gem.bench.command import asked_for, bench_check, bench_step, check_text
+    from gem.bench.page import as_text
+
+    asked = asked_for(
+        recipe,
+        settings=settings or (),
+        plan=plan_axes or (),
+        examples=examples,
+        steps=steps if check is None else check,
+        warmup=warmup,
+        profiled=profiled,
+        impl=impl,
+    )
+    console = _console(as_json=True)
+
+    def told(stage: str) -> None:
+        _say(console, stage)
+
+    if check is not None:
+        compared = bench_check(asked, further=endure, rows=rows, told=told)
+        if as_json:
+            _print_json(compared.model_dump(mode="json"))
+        else:
+            typer.echo(check_text(compared), nl=False)
+        raise typer.Exit(0 if compared.agrees else 1)
+    report = bench_step(asked, out=out, svg=svg, rows=rows, told=told)
+    if report is None:
+        return
+    if as_json:
+        _print_json(report.model_dump(mode="json"))
+    else:
+        typer.echo(as_text(report), nl=False)
+
+
+@app.command(cls=Command)
+def memory(
+    recipe: Annotated[
+        str, typer.Argument(metavar="RECIPE", help="A TOML file or a shipped recipe.")
+    ] = "h200",
+    settings: _Set = None,
+    budgets: Annotated[
+        list[float] | None,
+        typer.Option(
+            "--budget",
+            metavar="GIB",
+            help="GiB that activations may take; may be repeated. Default: memory.budget_gib.",
+        ),
+    ] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Examples of a rank; default: the recipe's batch."),
+    ] = None,
+    *,
+    as_json: _Json = False,
+) -> None:
+    """Say what a step keeps for its backward pass, and what it makes again under a budget.
+
+    The table names for each part of the model what is kept, packed and made again, and why. Nothing
+    is trained; on a machine with a GPU the operators are the GPU's own.
+    """
+    from gem.memory.command import answer_json, answer_text, memory_of
+
+    answer = memory_of(recipe, settings or (), budgets_gib=budgets or (), batch=batch)
+    if as_json:
+        _print_json(answer_json(answer))
+    else:
+        typer.echo(answer_text(answer), nl=False)
 
 
 @app.command(cls=Command)

@@ -19,7 +19,7 @@ from gem.contract_faults import explain, explain_size
 from gem.data.features import DataSpec
 from gem.data.toml_text import toml_text
 from gem.model.spec import GemSpec, ModelSpec
-from gem.train.spec import ParallelSpec, TrainSpec
+from gem.train.spec import MemorySpec, ParallelSpec, TrainSpec
 from gem_opkit.contract import Contract
 from gem_opkit.errors import ConfigError, UnsupportedError, refusal
 from gem_precision.contract import PrecisionRecipe
@@ -39,6 +39,7 @@ class RunConfig(Contract):
     model: ModelSpec
     train: TrainSpec = TrainSpec()
     precision: PrecisionRecipe = PrecisionRecipe()
+    memory: MemorySpec = MemorySpec()
     parallel: ParallelSpec | None = Field(
         default=None, description="none: every rank holds a copy of everything (data parallel)"
     )
@@ -98,6 +99,23 @@ class RunConfig(Contract):
                     got=f'"{drawn}"',
                     fix="set it, or leave the tables whole on every rank; a run that is continued "
                     "keeps its rows",
+                )
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _products_read_what_is_gathered(self) -> Self:
+        """Parameters that come as bf16 need products that read bf16."""
+        formats = sorted(map(str, self.precision.formats()))
+        gathered = "fp32" if self.parallel is None else self.parallel.gather_dtype
+        if gathered == "bf16" and formats != ["bf16_autocast"]:
+            raise ConfigError(
+                refusal(
+                    "recipe",
+                    "parallel.gather_dtype",
+                    must='be "fp32" unless precision is bf16_autocast throughout',
+                    got=f"{gathered!r} with {', '.join(formats)}",
+                    fix='leave it out, or set precision.default="bf16_autocast"',
                 )
             )
         return self

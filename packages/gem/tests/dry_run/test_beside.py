@@ -23,10 +23,12 @@ SMALL = (
 )
 PLANS = {
     "copies": ("replicate=4", "table_replicate=4"),
-    "experts": ("shard=2", "expert=2", "table_shard=2", "table_replicate=2"),
+    "experts": (
+        *("shard=2", "expert=2", "table_shard=2", "table_replicate=2", "keep_gathered=true"),
+    ),
     "fully sharded": (
         *("shard=4", "table_shard=2", "table_replicate=2", "fully_sharded_tables=true"),
-        'table_replicas="gradients"',
+        *('table_replicas="gradients"', 'table_wire_dtype="bf16"', 'gather_dtype="bf16"'),
     ),
 }
 # What a forecast does not follow: which tensors are alive at the fullest moment.

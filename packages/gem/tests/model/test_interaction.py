@@ -7,10 +7,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gem.model.interaction import ExpertMixture, FactorisationBlock, Summary, TokenLinear
+from gem.model import interaction
+from gem.model.interaction import (
+    ExpertMixture,
+    FactorisationBlock,
+    Summary,
+    TokenLinear,
+)
 from gem.model.spec import ExpertsSpec
 from gem.model.structure import expert_parts
 from gem_opkit.errors import ConfigError
+from gem_opkit.testing import check_run_budget, fresh, run_with_gradients
 
 WIDTH = 6
 
@@ -43,6 +50,38 @@ def test_factorisation_of_full_rank_sees_every_pair():
     pairs = torch.stack([x @ x.t() for x in x_BND]).flatten(1)
     want = block.mlp(torch.nn.functional.layer_norm(pairs, (tokens * tokens,), eps=1e-6))
     torch.testing.assert_close(block(x_BND).flatten(1), want, rtol=1e-4, atol=1e-5)
+
+
+def test_products_by_way_of_all_pairs_are_the_same_with_their_gradients():
+    x = torch.randn(3, 5, 4, dtype=torch.float64, requires_grad=True)
+    shared = torch.randn(5, 2, dtype=torch.float64, requires_grad=True)
+    upstream = torch.randn(3, 5, 2, dtype=torch.float64)
+    y = shared.expand(3, -1, -1)
+    plain = torch.bmm(x, torch.bmm(x.transpose(1, 2), y))
+    own = interaction._PairProducts.apply(x, y)
+    torch.testing.assert_close(own, plain)
+    for got, expected in zip(
+        torch.autograd.grad(own, (x, shared), upstream),
+        torch.autograd.grad(plain, (x, shared), upstream),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.gpu
+def test_pair_products_on_a_gpu_are_within_the_error_budget():
+    draw = torch.Generator().manual_seed(0)
+    given = [
+        torch.randn(shape, generator=draw).bfloat16().cuda().requires_grad_()
+        for shape in ((40, 80, 256), (40, 80, 48))
+    ]
+
+    def formula(x, y):
+        return x @ (x.transpose(1, 2) @ y)
+
+    exact = run_with_gradients(formula, fresh(given, dtype=torch.float64))
+    low = run_with_gradients(formula, fresh(given))
+    check_run_budget(run_with_gradients(interaction.pair_products, fresh(given)), low, exact)
 
 
 @given(

@@ -8,7 +8,8 @@ import time
 import pytest
 
 from gem.config import load_recipe
-from gem.planning.command import Asked, as_json, as_text, plan_recipe
+from gem.planning.answer import as_json, as_text
+from gem.planning.command import Asked, plan_recipe
 from gem.planning.rates import DEFAULT, calibrated, read_rows
 from gem_opkit.errors import ConfigError, DataError
 from gem_parallel.topology import preset
@@ -71,10 +72,40 @@ def test_settings_of_a_plan_make_the_trainer_take_it(recipe, own):
         assert config.train.batch_examples == 8 * planned.work.examples
         if not parallel.tables_are_local:
             assert config.model.embeddings.initial_rows == "by_place"
-            assert (
-                parallel.table_replicas == planned.tables.replicas
-                or each["plan"]["table_replicate"] == 1
+            assert parallel.table_replicas == planned.tables.replicas or 1 in (
+                each["plan"]["table_replicate"],
+                each["plan"]["table_shard"],
             )
+
+
+CHOICES = (
+    'parallel.table_wire_dtype="bf16"',
+    'parallel.gather_dtype="bf16"',
+    'parallel.balance="global"',
+)
+
+
+def test_choices_beside_the_axes_are_counted_and_name_no_plan():
+    steps, exposed = [], []
+    for count in range(len(CHOICES) + 1):
+        planned = plan_recipe(Asked("h200", 64, settings=CHOICES[:count], axes=("shard=8",)))
+        assert planned.given is None
+        best = planned.search.best[0].forecast
+        steps.append(best.step_ms)
+        exposed.append(best.parts_ms)
+    assert steps == sorted(steps, reverse=True)
+    assert exposed[1]["exposed tables"] < 0.7 * exposed[0]["exposed tables"]
+    assert exposed[2]["weight copies"] < 0.7 * exposed[1]["weight copies"]
+    assert exposed[3]["imbalance"] < 0.1 * exposed[2]["imbalance"]
+    # Copies of tables average rows, as without the choices; the trainer is told.
+    planned = plan_recipe(
+        Asked("h200", 64, settings=CHOICES, axes=("table_shard=8", "table_replicate=8"), most=1)
+    )
+    assert planned.tables.replicas == "weights"
+    settings = as_json(planned)["plans"][0]["settings"]
+    parallel = load_recipe("h200", (*CHOICES, *settings)).parallel
+    assert parallel is not None
+    assert (parallel.table_replicas, parallel.gather_dtype) == ("weights", "bf16")
 
 
 def test_command_to_train_with_the_best_plan_is_shown():
@@ -225,7 +256,10 @@ def link_row(**given: object) -> str:
         ("{", "one JSON object a line; got line 1"),
         ('{"bench": "reader"}', "must hold a row of bench_step on one GPU.*got reader"),
         ("", "got no row"),
-        (json.dumps(step_row(forward=1.0)), "must take longer than attention alone"),
+        (
+            json.dumps(step_row(forward=1.0)),
+            "must take longer than attention and copies of weights",
+        ),
         (json.dumps(step_row(optimizer=2000.0)), "shares of the roofline of 0.02 or more"),
         (json.dumps(step_row(optimizer=0.0)), "hold whole rows.*ZeroDivisionError"),
         (json.dumps(step_row(tables=-1.0)), "hold whole rows.*table_factor"),

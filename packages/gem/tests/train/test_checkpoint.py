@@ -211,6 +211,11 @@ def test_differing_keys_and_data_are_named(tiny, tmp_path):
         check_continues(manifest, tiny("train.tables.lr=0.5", seed=2), "d1")
     with pytest.raises(DataError, match=r"the one that the run began with \(d1\); got d2"):
         check_continues(manifest, tiny(), "d2")
+    # Any plan may go on, but one whose copies of tables learn otherwise.
+    plan = "parallel.replicate=2", "model.embeddings.initial_rows=by_place"
+    check_continues(manifest, tiny(*plan), "d1")
+    with pytest.raises(ConfigError, match="table_replicas: 'weights' here, 'gradients' there"):
+        check_continues(manifest, tiny(*plan, "parallel.table_replicas=weights"), "d1")
 
 
 def test_another_model_is_refused_by_name(tiny, tmp_path):

@@ -31,11 +31,11 @@ DIES = f"""
 import os, runpy, shutil, signal
 from gem.train.step import TrainStep
 update, first = TrainStep._update, os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-def dying(self, step):
+def dying(self, step, *more):
     if first and step == {DYING_STEP} and self.world.rank == {DYING_RANK}:
         shutil.copytree("run", "left")
         os.kill(os.getpid(), signal.SIGKILL)
-    return update(self, step)
+    return update(self, step, *more)
 TrainStep._update = dying
 runpy.run_module("gem", run_name="__main__")
 """

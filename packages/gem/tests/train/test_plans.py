@@ -35,6 +35,8 @@ def plan(dense: str, tables: str, *more: str) -> list[str]:
 
 
 FULLY = "parallel.fully_sharded_tables=true"
+HALF = "precision.default=bf16_autocast"
+WIRE, GATHERS = "parallel.table_wire_dtype=bf16", "parallel.gather_dtype=bf16"
 SCARCE = ["train.batch_examples=3", "data.max_rows=21"]
 # Every dense plan and every plan of tables, each with another.
 PLANS = {
@@ -84,6 +86,9 @@ def learned(tiny, data_root):
     configs = {name: tiny(*base, *given) for name, given in PLANS.items()}
     weights = "parallel.table_replicas=weights"
     configs["weights"] = tiny(*base, *PLANS["2/2/1, 2x2"], weights)
+    configs["wire"] = tiny(*base, *PLANS["2/2/1, 2x2"], WIRE)
+    few = [*base, *PLANS["1/2/2, 2x2 fully"], HALF, "data.max_rows=96"]
+    configs |= {"half": tiny(*few), "half, gathers": tiny(*few, GATHERS)}
     return run_ranks(learn_all, 4, configs, data_root), alone
 
 
@@ -111,3 +116,24 @@ def test_sharding_groups_that_exchange_rows_learn_something_else_together(learne
     losses = [loss for loss, _ in found]
     assert losses[1:] != pytest.approx([loss for loss, _ in wanted[1:]], rel=1e-4)
     assert min(losses) < 0.8 * losses[0]
+
+
+def test_vectors_that_travel_in_bf16_cost_what_bf16_rounds(learned):
+    ranks, alone = learned
+    wanted, found = torch.tensor(alone[False][0]), torch.tensor(ranks[0]["wire"][0])
+    assert all(rank["wire"][0] == ranks[0]["wire"][0] for rank in ranks)
+    # A vector that came from another rank has lost 2^-9 of itself at most, and so have gradients.
+    assert 0 < abs(found[0, 1] / wanted[0, 1] - 1) < 2**-8
+    assert found == pytest.approx(wanted, rel=0.05)
+
+
+def test_gathers_in_bf16_hand_products_what_they_would_have_read(learned):
+    ranks, _ = learned
+    for rank in ranks:
+        wanted, found = (torch.tensor(rank[name][0]) for name in ("half", "half, gathers"))
+        # Weights are rounded before they travel in place of after. Gradients of a weight that is
+        # used more than once are added up in bf16.
+        assert len(found) == 3
+        assert found[0] == pytest.approx(wanted[0], rel=2**-8)
+        assert found == pytest.approx(wanted, rel=0.02)
+        assert rank["half"][1] == rank["half, gathers"][1]  # fp32 shards, of the same size

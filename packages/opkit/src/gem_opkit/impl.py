@@ -6,6 +6,8 @@ that "which kernel ran?" has an answer in every log. Imports no torch.
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal, get_args
 
 from gem_opkit.errors import UnsupportedError
@@ -18,6 +20,29 @@ Impl = Literal["auto", "reference", "triton"]
 _WORDS = get_args(Impl)
 _log = logging.getLogger("gem_opkit.impl")
 _announced: set[tuple[str, str, str]] = set()
+# What "auto" stands for. Of the process: backward passes run on threads of their own.
+_auto: list[Impl] = ["auto"]
+
+
+@contextmanager
+def auto_means(impl: Impl) -> Iterator[None]:
+    """Have ``auto`` stand for another word within a block, to compare implementations.
+
+    It holds for the whole process, all its threads, and for the backward passes that run within
+    the block. What was compiled before keeps what it chose.
+
+    Args:
+        impl: the word, ``reference`` as a rule.
+
+    Raises:
+        UnsupportedError: an unknown word.
+    """
+    _check_word(impl, "auto_means")
+    _auto.append(impl)
+    try:
+        yield
+    finally:
+        _auto.pop()
 
 
 def resolve_impl(impl: str, device: "torch.device", op: str, *, has_triton: bool) -> str:
@@ -25,7 +50,8 @@ def resolve_impl(impl: str, device: "torch.device", op: str, *, has_triton: bool
 
     ``reference`` runs anywhere. ``triton`` runs on CUDA, and on a CPU only in Triton's
     interpreter (``TRITON_INTERPRET=1``). ``auto`` is triton on CUDA where the operator has a
-    kernel, otherwise reference. On the meta device nothing is computed, so every word passes.
+    kernel, otherwise reference, unless ``auto_means`` says otherwise. On the meta device nothing is
+    computed, so every word passes.
 
     Inside ``torch.compile`` the decision is taken while tracing and is a constant of the graph;
     a later change of ``TRITON_INTERPRET`` does not reach a compiled function.
@@ -60,12 +86,18 @@ def _resolve(impl: str, device_type: str, op: str, has_triton: bool) -> str:  # 
 _resolve._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _choose(impl: str, device_type: str, op: str, *, has_triton: bool) -> str:
+def _check_word(impl: str, op: str) -> None:
     if impl not in _WORDS:
         raise UnsupportedError(
             f"{op}: impl must be one of {', '.join(_WORDS)}; got {impl!r}; "
             f'use impl="auto" unless you compare implementations'
         )
+
+
+def _choose(impl: str, device_type: str, op: str, *, has_triton: bool) -> str:
+    _check_word(impl, op)
+    if impl == "auto":
+        impl = _auto[-1]
     if impl == "reference":
         return "reference"
     if impl == "auto":

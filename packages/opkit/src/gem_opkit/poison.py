@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils._device import _device_constructors
 
 _OURS = re.compile(r"gem(_\w+)?(\.|$)")
 _LIBRARIES = re.compile(r"(torch|triton|numpy)(\.|$)")
@@ -80,6 +81,11 @@ def _wrap(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     return poisoned
 
+
+# A ``with torch.device(...)`` block knows the functions that make tensors by a set that torch makes
+# once. Made while ours stand in their place, it would know those alone, and what they call would
+# land on the CPU.
+_device_constructors()
 
 # Made once: Dynamo guards on the identity of a function, so new ones would mean recompilations.
 _POISONED = {name: _wrap(getattr(owner, name)) for owner, name in _TARGETS}

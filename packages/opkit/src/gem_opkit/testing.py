@@ -13,6 +13,7 @@ checks. The plugin
 - turns warnings raised from our packages into errors, and ignores those of others.
 """
 
+import importlib.metadata
 import importlib.util
 import os
 import random
@@ -136,6 +137,10 @@ def _installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
+def _version_of(distribution: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in importlib.metadata.version(distribution).split(".")[:2])
+
+
 MARKERS: dict[str, Marker] = {
     "gpu": Marker("needs a CUDA GPU", lambda: _gpus() >= 1),
     "gpu2": Marker("needs two CUDA GPUs", lambda: _gpus() >= 2),
@@ -152,6 +157,11 @@ MARKERS: dict[str, Marker] = {
         "deselect",
     ),
     "torchrec": Marker("needs torchrec", lambda: _installed("torchrec"), "deselect"),
+    "triton_ge_3_8": Marker(
+        "needs Triton 3.8, the first whose interpreter knows dot_scaled",
+        lambda: _installed("triton") and _version_of("triton") >= (3, 8),
+        "deselect",
+    ),
 }
 
 

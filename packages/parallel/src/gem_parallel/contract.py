@@ -1,4 +1,4 @@
-"""What the parallel package promises and asks for: topology, plan and recomputation policy.
+"""What the parallel package promises and asks for: topology and plan.
 
 Torch-free, so that a plan can be checked on a machine without a GPU. One mesh of ranks is seen two
 ways: dense ``(replicate, shard, expert)`` with expert innermost, and sparse
@@ -11,7 +11,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from gem_opkit.contract import Contract
-from gem_opkit.errors import ConfigError, UnsupportedError
+from gem_opkit.errors import ConfigError
 
 DenseAxis = Literal["replicate", "shard", "expert"]
 SparseAxis = Literal["table_shard", "table_replicate"]
@@ -122,6 +122,16 @@ class ParallelPlan(Contract):
         ge=0,
         description="dense parameters with fewer elements are copies on every rank",
     )
+    gather_dtype: Literal["fp32", "bf16"] = Field(
+        default="fp32",
+        description="format in which cut dense parameters are gathered for use: bf16 moves half of "
+        "the bytes, for models whose products read bf16; weights and reductions stay fp32",
+    )
+    keep_gathered: bool = Field(
+        default=False,
+        description="keep cut dense parameters whole from the forward to the backward pass, in "
+        "place of gathering them twice: less traffic, for the memory of the whole dense model",
+    )
 
     @classmethod
     def data_parallel(cls, world_size: int) -> "ParallelPlan":
@@ -167,23 +177,3 @@ class ParallelPlan(Contract):
                 f"got {self.replicate} * {self.shard} * {self.expert} = {self.world_size}; "
                 "start as many ranks as the plan asks for, or change the plan"
             )
-
-
-class RecomputePolicy(Contract):
-    """What the backward pass recomputes in place of keeping. Only ``none`` is built."""
-
-    kind: Literal["none", "budget"] = Field(
-        default="none", description="none: keep all; budget: recompute until the budget holds"
-    )
-    budget_gib: float | None = Field(
-        default=None, gt=0, description="memory for kept activations a rank, GiB"
-    )
-
-    @model_validator(mode="after")
-    def _is_built(self) -> Self:
-        if self.kind != "none" or self.budget_gib is not None:
-            raise UnsupportedError(
-                f'RecomputePolicy: kind must be "none" without a budget; got {self.kind!r} and '
-                f"budget_gib={self.budget_gib}; recomputation under a budget is not built yet"
-            )
-        return self

@@ -55,6 +55,9 @@ class DenseParallel:
         """Let backward passes within add up on each rank; the first one after it merges ranks.
 
         What is sharded then keeps whole gradients until that one.
+
+        Yields:
+            nothing; gradients are merged again behind the block.
         """
         if isinstance(self.module, DistributedDataParallel):
             with self.module.no_sync():

@@ -41,7 +41,18 @@ def store_of_this_start(store: Any, rank: int, size: int, limit: timedelta) -> P
 def _ask(store: Any, rank: int, limit: timedelta) -> int:
     word = secrets.token_hex(16)
     store.set(f"{_HELLO}{rank}", word)
-    store.wait([f"gem/welcome/{word}"], limit)
+    try:
+        store.wait([f"gem/welcome/{word}"], limit)
+    except RuntimeError as fault:  # all errors of torch's stores are of this kind
+        raise ConfigError(
+            refusal(
+                "process_group",
+                "the first rank",
+                must=f"answer rank {rank} within {limit.total_seconds():.0f} s",
+                got=str(fault).partition("\n")[0],
+                fix="look at the first host, and at ranks that have not come",
+            )
+        ) from fault
     number = int(store.get(f"gem/welcome/{word}"))
     store.add(_arrived(number), 1)
     return number

@@ -78,6 +78,9 @@ def preset(name: str) -> Topology:
         name: ``laptop`` (one process), ``h200``, ``h200x2`` or ``h200x8`` (one host with 1, 2 or 8
             GPUs), ``gem4096`` (512 hosts of 8 in 4 zones).
 
+    Returns:
+        hosts, links and accelerator of that name.
+
     Raises:
         ConfigError: no such preset; the message lists those that exist.
     """

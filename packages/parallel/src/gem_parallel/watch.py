@@ -4,7 +4,9 @@ A collective waits for every rank. That a process has ended its launcher sees, a
 that a host has lost its power, or a process stands still, nobody sees before the time limit of the
 collective, which has to be long: one rank may prepare data for minutes while the others wait. So
 each rank gives a sign of life through the store of the job, from a thread of its own, and the first
-one looks at all of them. Left out: what to do about it. The launcher starts the job again.
+one looks at all of them. A rank that waits on a GPU for one that was killed is not told so by NCCL,
+and heeds no signal of the launcher: where both are on one machine, the process is looked up, too.
+Left out: what to do about it. The launcher starts the job again.
 """
 
 import contextlib
@@ -20,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from gem_opkit.errors import refusal
+from gem_parallel.whereabouts import has_ended, own_whereabouts
 
 _LONGEST_BEAT_S = 5.0
 _BEATS_A_LIMIT = 6
@@ -39,6 +42,7 @@ class Watch:
 
     Attributes:
         beat_s: seconds from one look to the next.
+        others_are_gone: whether nobody is left who could be told.
     """
 
     def __init__(self, store: Any, rank: int, size: int, limit_s: float) -> None:
@@ -50,6 +54,8 @@ class Watch:
         self._silent_s = dict.fromkeys(self._watched, 0.0)
         self._store_silent_s = 0.0
         self._beats = 0
+        self._sign = f"{socket.gethostname()} {own_whereabouts()}"
+        self.others_are_gone = False
 
     def look(self, elapsed_s: float) -> str | None:
         """Give a sign of life and look for those of others.
@@ -76,7 +82,7 @@ class Watch:
     def _ask(self, elapsed_s: float) -> str | None:
         store = self._store
         self._beats += 1
-        store.set(f"{_PREFIX}{self._rank}", f"{self._beats} {socket.gethostname()}")
+        store.set(f"{_PREFIX}{self._rank}", f"{self._beats} {self._sign}")
         if store.check([_GONE]):
             return store.get(_GONE).decode()
         # To get a key that nobody has set would wait for it.
@@ -88,19 +94,31 @@ class Watch:
             heard = sign == _LEFT or sign != self._signs.get(rank, b"")
             self._silent_s[rank] = 0.0 if heard else self._silent_s[rank] + elapsed_s
         self._signs |= now
+        ended = [r for r in self._watched if self._has_ended(r)]
         silent = [r for r in self._watched if self._silent_s[r] >= self._limit_s]
-        if not silent:
+        if not ended and not silent:
             return None
-        found = self._name(silent)
+        self.others_are_gone = len(ended) == len(self._watched) and self._rank == 0
+        if ended:
+            found = f"the end of the process of {self._name(ended)}"
+        else:
+            found = f"no sign of {self._name(silent)} for {self._limit_s:.0f} s"
         store.set(_GONE, found)
         return found
 
-    def _name(self, silent: list[int]) -> str:
-        rank = silent[0]
-        _, _, host = self._signs.get(rank, b"").decode().partition(" ")
-        more = f" and {len(silent) - 1} more" if len(silent) > 1 else ""
-        place = f" on host {host}" if host else ""
-        return f"no sign of rank {rank}{place}{more} for {self._limit_s:.0f} s"
+    def _has_ended(self, rank: int) -> bool:
+        """Whether a rank's process is gone that has not said that it leaves."""
+        sign = self._signs.get(rank, b"")
+        if sign == _LEFT or not has_ended(sign.decode().rpartition(" ")[2]):
+            return False
+        # It may have left since: that is said before the process ends.
+        return self._store.get(f"{_PREFIX}{rank}") != _LEFT
+
+    def _name(self, ranks: list[int]) -> str:
+        words = self._signs.get(ranks[0], b"").decode().split(" ")
+        place = f" on host {words[1]}" if len(words) > 1 else ""
+        more = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
+        return f"rank {ranks[0]}{place}{more}"
 
     def leave(self) -> None:
         """Say that this rank ends and is not to be waited for."""
@@ -127,6 +145,9 @@ def watched(
         limit_s: silence after which a rank counts as dead, seconds; 0: nobody watches.
         end: called with the line to say, once a rank is missing; by default it is printed, left
             where ``torchrun`` looks for it, and the process ends.
+
+    Yields:
+        nothing; meanwhile a thread of this process looks at the others.
     """
     if limit_s == 0:
         yield
@@ -143,7 +164,8 @@ def watched(
                 return
             now = time.monotonic()
             missing, before = watch.look(now - before), now
-        if rank == 0:  # the store may end with this process, and the others have yet to read it
+        if rank == 0 and not watch.others_are_gone:
+            # The store may end with this process, and the others have yet to read it.
             over.wait(2.0 * watch.beat_s)
         if not over.is_set():
             (end or _end_process)(_line(rank, missing))

@@ -97,7 +97,7 @@ class Model(nn.Module):
         return out_BA * (self.scale if self.scaled else self.scale.detach())
 
 
-UNITS = ("tokens", "layers.0", "layers.1", "head")
+UNITS = ("tokens", "layers.0", "layers.0.mixture", "layers.1", "head")
 MIXTURES = ("layers.0.mixture", "layers.1.mixture")
 
 

@@ -116,6 +116,14 @@ def test_every_plan_trains_like_one_process(alone, ranks):
         check_all(alone, plans, found)
 
 
+def test_parameters_that_are_kept_whole_are_let_go_when_they_change(alone):
+    # Scores come from forward passes without a backward pass, and parameters change in between.
+    plans = [p.model_copy(update={"keep_gathered": True}) for p in plans_of(2) if p.replicate == 1]
+    assert len(plans) == 2
+    for found in run_ranks(train_all, 2, plans):
+        check_all(alone, plans, found)
+
+
 def test_constant_gradients_have_the_norm_of_their_number(alone):
     model = make_model()
     elements = sum(p.numel() for p in model.parameters()) - model.table.weight.numel()

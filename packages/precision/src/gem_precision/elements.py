@@ -7,7 +7,9 @@ subnormals are the step 0, and in every other the whole number has its leading b
 
 from dataclasses import dataclass
 
-BLOCK = 32  # elements along a side of a block
+BLOCK = 32  # elements along a side of a block of MXFP8
+WIDE_BLOCK = 128  # and of block FP8
+CHANCE_BLOCKS = 4  # blocks of a row that share a counter of random words
 NAN_SCALE = 255  # of a block that holds NaN or an infinity
 NAN_CODE = 0x7F  # a NaN in both formats of an element
 

@@ -1,7 +1,7 @@
 """Dense layers of the models, and the application of a precision recipe to them.
 
-The published models use no biases and norms without gains, so both are the default here. Left
-out: layers in a format below bf16; a recipe that asks for one is refused.
+The published models use no biases and norms without gains, so both are the default here. Which
+products of a linear layer are in 8 bits is set by ``gem_precision.recipes``.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gem_opkit.errors import ConfigError, ShapeError, UnsupportedError, refusal
-from gem_precision.contract import PrecisionRecipe
-from gem_precision.norms import has_kernel, rms_normalize
-from gem_precision.ops import layer_norm, rms_norm
+from gem_precision.contract import LinearFormats, PrecisionRecipe
+from gem_precision.norms import has_kernel, norm_beside_input, rms_normalize
+from gem_precision.ops import layer_norm, quantized_linear, rms_norm
 
 MlpActivation = Literal["relu", "gelu", "silu", "identity"]
 
@@ -59,7 +59,7 @@ def apply_recipe(
                     "recipe",
                     must=f"use formats that are built ({', '.join(_BUILT_FORMATS)})",
                     got=wanted,
-                    fix='take "bf16_autocast" instead',
+                    fix='take "bf16_autocast", or name the products in recipe',
                 )
             )
     if len(recipe.formats()) > 1:
@@ -102,7 +102,12 @@ class RmsNorm(nn.Module):
         self.gain_D = nn.Parameter(torch.ones(width)) if affine else None
 
     def forward(
-        self, x: Tensor, *, before: Tensor | None = None, after: Tensor | None = None
+        self,
+        x: Tensor,
+        *,
+        before: Tensor | None = None,
+        after: Tensor | None = None,
+        dropout: float = 0.0,
     ) -> Tensor:
         """Normalise the last dim; on a GPU with what is added around it in the same kernel.
 
@@ -110,20 +115,40 @@ class RmsNorm(nn.Module):
             x: floats of any shape that ends in the width.
             before: added to x first; the shape of x.
             after: added to the result; the shape of x.
+            dropout: share of the normalised values set to 0 before ``after`` is added, in [0, 1),
+                in training and out of it; drawn from torch's default generator.
 
         Returns:
             y of the same shape, in the dtype that holds all of them.
 
         Raises:
-            ShapeError: the input ends in another width.
+            ShapeError: the input ends in another width, or what is added has another shape: it is
+                not broadcast.
         """
         _check_last_dim("RmsNorm", x, self.width)
+        _check_around("RmsNorm", x, before=before, after=after)
         if has_kernel(x):
-            return rms_norm(x, before=before, after=after, gain_D=self.gain_D, eps=self.eps)
+            given = {"gain_D": self.gain_D, "dropout": dropout, "seed": _seed_of(dropout)}
+            return rms_norm(x, before=before, after=after, eps=self.eps, **given)
         a = x if before is None else x + before
         y = rms_normalize(a, self.eps)
         y = y if self.gain_D is None else (y * self.gain_D).to(a.dtype)
+        y = F.dropout(y, dropout) if dropout else y
         return y if after is None else y + after
+
+    def beside(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Normalise x, which is used elsewhere too, such as on a residual stream.
+
+        Args:
+            x: as in ``forward``.
+
+        Returns:
+            the norm, and x for its other uses: on a GPU the gradients of both add up in one pass.
+        """
+        _check_last_dim("RmsNorm", x, self.width)
+        if self.gain_D is None and has_kernel(x):
+            return norm_beside_input(x, centred=False, eps=self.eps)
+        return self(x), x
 
     def extra_repr(self) -> str:
         """Width and gain, for ``print(module)``."""
@@ -157,7 +182,12 @@ class LayerNorm(nn.Module):
         self.gain_D = nn.Parameter(torch.ones(width)) if affine else None
 
     def forward(
-        self, x: Tensor, *, before: Tensor | None = None, after: Tensor | None = None
+        self,
+        x: Tensor,
+        *,
+        before: Tensor | None = None,
+        after: Tensor | None = None,
+        dropout: float = 0.0,
     ) -> Tensor:
         """Normalise the last dim; on a GPU with what is added around it in the same kernel.
 
@@ -165,20 +195,40 @@ class LayerNorm(nn.Module):
             x: floats of any shape that ends in the width.
             before: added to x first; the shape of x.
             after: added to the result; the shape of x.
+            dropout: share of the normalised values set to 0 before ``after`` is added, in [0, 1),
+                in training and out of it; drawn from torch's default generator.
 
         Returns:
             y of the same shape, in the dtype that holds all of them.
 
         Raises:
-            ShapeError: the input ends in another width.
+            ShapeError: the input ends in another width, or what is added has another shape: it is
+                not broadcast.
         """
         _check_last_dim("LayerNorm", x, self.width)
+        _check_around("LayerNorm", x, before=before, after=after)
         if has_kernel(x):
-            return layer_norm(x, before=before, after=after, gain_D=self.gain_D, eps=self.eps)
+            given = {"gain_D": self.gain_D, "dropout": dropout, "seed": _seed_of(dropout)}
+            return layer_norm(x, before=before, after=after, eps=self.eps, **given)
         a = x if before is None else x + before
         # autocast would return float32 here; the caller's dtype is what the next matmul reads.
         y = F.layer_norm(a, (self.width,), self.gain_D, None, self.eps).to(a.dtype)
+        y = F.dropout(y, dropout) if dropout else y
         return y if after is None else y + after
+
+    def beside(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Normalise x, which is used elsewhere too, such as on a residual stream.
+
+        Args:
+            x: as in ``forward``.
+
+        Returns:
+            the norm, and x for its other uses: on a GPU the gradients of both add up in one pass.
+        """
+        _check_last_dim("LayerNorm", x, self.width)
+        if self.gain_D is None and has_kernel(x):
+            return norm_beside_input(x, centred=True, eps=self.eps)
+        return self(x), x
 
     def extra_repr(self) -> str:
         """Width and gain, for ``print(module)``."""
@@ -197,9 +247,17 @@ class Projection(nn.Linear):
         out_width: size of the last dim of the output, above 0.
         init_gain: standard deviation of the outputs at the start, at least 0.
 
+    Attributes:
+        formats: of its three products, where one is below bf16 (``gem_precision.recipes`` sets
+            them); None computes in the dtype of the input, or autocast's.
+        least_rows: calls with fewer rows compute as without formats.
+
     Raises:
         ConfigError: a width out of range; forward raises ShapeError for another width.
     """
+
+    formats: LinearFormats | None = None
+    least_rows: int = 0
 
     def __init__(self, in_width: int, out_width: int, *, init_gain: float = 1.0) -> None:
         _check_width("Projection", in_width)
@@ -224,7 +282,14 @@ class Projection(nn.Linear):
             ShapeError: the input ends in another width.
         """
         _check_last_dim("Projection", input, self.in_features)
-        return super().forward(input)
+        if self.formats is None or input.numel() < self.least_rows * self.in_features:
+            return super().forward(input)
+        # What autocast would read and return; it does not reach into an operator of our own.
+        kind = input.device.type
+        wide = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
+        x_TD = input.to(wide).reshape(-1, self.in_features)
+        y_TF = quantized_linear(x_TD, self.weight, formats=self.formats)
+        return y_TF.view(*input.shape[:-1], self.out_features)
 
 
 class Mlp(nn.Module):
@@ -311,6 +376,26 @@ def _check_eps(op: str, eps: float) -> None:
         raise ConfigError(
             refusal(op, "eps", must="be above 0", got=eps, fix="it keeps a row of zeros finite")
         )
+
+
+def _seed_of(dropout: float) -> int:
+    """Draw a seed on the host, so that nothing waits for a GPU."""
+    return int(torch.randint(2**62, ())) if dropout else 0
+
+
+def _check_around(op: str, x: Tensor, **added: Tensor | None) -> None:
+    """Refuse on every device what the kernel does not take."""
+    for name, tensor in added.items():
+        if tensor is not None and tensor.shape != x.shape:
+            raise ShapeError(
+                refusal(
+                    op,
+                    name,
+                    must=f"have the shape {tuple(x.shape)}",
+                    got=tuple(tensor.shape),
+                    fix="it is not broadcast",
+                )
+            )
 
 
 def _check_last_dim(op: str, x: Tensor, width: int) -> None:

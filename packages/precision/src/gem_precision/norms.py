@@ -50,6 +50,46 @@ class _RmsNormalize(torch.autograd.Function):
         return (torch.addcmul(grad_y, y, mean, value=-1) * rstd).to(saved.dtype), None
 
 
+class _NormBesideInput(torch.autograd.Function):
+    """The norm of x, and x; their gradients add up in the pass of the norm's backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, centred: bool, eps: float) -> tuple[Tensor, Tensor]:  # noqa: FBT001
+        ctx.save_for_backward(x)
+        ctx.set_materialize_grads(False)
+        ctx.given = (centred, False, eps, "triton")
+        return torch.ops.gem_precision.row_norm(x, None, None, None, *ctx.given), x
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator's own type
+        ctx: Any, grad_y: Tensor | None, grad_x: Tensor | None
+    ) -> tuple[Tensor | None, None, None]:
+        (x,) = ctx.saved_tensors
+        if grad_y is not None:
+            grad_x, _ = torch.ops.gem_precision.row_norm_backward(
+                grad_y, x, None, None, *ctx.given, added=grad_x
+            )
+        return grad_x, None, None
+
+
+def norm_beside_input(x: Tensor, *, centred: bool, eps: float) -> tuple[Tensor, Tensor]:
+    """Normalise rows that are also passed on, such as those of a residual stream.
+
+    Args:
+        x: of which ``has_kernel`` is true; not an input of ``torch.compile``.
+        centred: take the mean off, as LayerNorm does.
+        eps: added to the mean square or the variance, above 0.
+
+    Returns:
+        the norm of x, and x for all other uses of it: the gradients of both are added in the one
+        pass of the norm's backward, where autograd would add them in a pass of their own.
+
+    Numerics: as ``gem_precision.ops.rms_norm``; the sum of both gradients is rounded once.
+    """
+    return _NormBesideInput.apply(x, centred, eps)
+
+
 def _wide(x: Tensor) -> Tensor:
     # The sum of squares of a bf16 row has too few bits for its own mean.
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x

@@ -20,8 +20,9 @@ class Started(StartedLookup):
     """A started call of this engine."""
 
     def __init__(
-        self, owner: Any, request: Request, arrived: Arrived, parts: list[Part] | None
+        self, owner: Any, request: Request, arrived: Arrived | None, parts: list[Part] | None
     ) -> None:
+        # One of the two is there, or both.
         self.owner, self.request, self.arrived, self.parts = owner, request, arrived, parts
         self.looked_up = self.learned = False
 
@@ -58,7 +59,7 @@ class Exchange(torch.autograd.Function):
 
 
 class Pool(torch.autograd.Function):
-    """Outputs of one rank's own rows forward; backward their gradients, which move the rows."""
+    """Outputs of one rank's own rows forward; backward their gradients: rows move, or they wait."""
 
     @staticmethod
     def forward(
@@ -75,7 +76,7 @@ class Pool(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Move the rows."""
+        """Move the rows, or hold their gradients."""
         ctx.started.begin_to_learn()
         found = ctx.engine.learn_directly(ctx.started.parts, ctx.saved_tensors, grads)
         return None, None, None, *found

@@ -1,8 +1,8 @@
 """The short way of a sharding group of one rank: rows are pooled where they lie, and moved so.
 
-With nobody to send to, different rows need not be picked out: one launch pools all features of a
-store, and one merges their gradients and moves the rows. Pooled features whose numbers of examples
-differ go the long way, through vectors of different rows.
+With nobody to send to, different rows need not be picked out, and nothing waits for the device: one
+launch pools all features of a store, and one merges their gradients and moves the rows. Pooled
+features whose numbers of examples differ go the long way, through vectors of different rows.
 """
 
 from collections.abc import Sequence
@@ -20,9 +20,11 @@ from gem_embeddings.ops import (
     table_lookup,
     table_update,
 )
-from gem_embeddings.sharded.places import Places
+from gem_embeddings.sharded.gradients import LARGEST
+from gem_embeddings.sharded.places import OP, Places
 from gem_embeddings.sharded.requests import Features, Request
 from gem_embeddings.sharded.storage import RowStore
+from gem_opkit.errors import ConfigError, refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,21 @@ class Part:
     longest: int
 
 
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A backward pass whose rows have yet to move.
+
+    Attributes:
+        parts: of the call.
+        weights: of the ids of each part.
+        grads: gradients of what was looked up.
+    """
+
+    parts: Sequence[Part]
+    weights: Sequence[Tensor | None]
+    grads: Sequence[Tensor]
+
+
 class Direct:
     """Look up and move rows of one rank.
 
@@ -55,6 +72,10 @@ class Direct:
         features: who looks them up.
         optimizer: how rows learn.
         seed: of rounding.
+        device: of the rows.
+
+    Attributes:
+        pending: the backward pass whose rows are to move when they are told to; None for none.
     """
 
     def __init__(
@@ -65,9 +86,12 @@ class Direct:
         optimizer: OptimizerSpec,
         *,
         seed: int,
+        device: torch.device,
     ) -> None:
         self._places, self._stores, self._features = places, tuple(stores), features
         self._optimizer, self._seed = optimizer, seed
+        self._first_key_T = torch.tensor(places.first_key, dtype=torch.int64).to(device)
+        self.pending: Pending | None = None
         holder: dict[int, tuple[int, int]] = {}
         for index, store in enumerate(self._stores):
             for slot, shard in enumerate(store.shards):
@@ -136,6 +160,71 @@ class Direct:
             )
         return found
 
+    def different(self, keys_I: Tensor) -> Tensor:
+        """Count the different rows of each table among ids. Nothing waits for a GPU.
+
+        Args:
+            keys_I: rows numbered through all tables.
+
+        Returns:
+            int64, one for each table, on the device of the rows.
+        """
+        sorted_I = torch.sort(keys_I).values
+        new_I = torch.ones_like(sorted_I)
+        new_I[1:] = sorted_I[1:] != sorted_I[:-1]
+        seen_P = torch.zeros(keys_I.shape[0] + 1, dtype=torch.int64, device=keys_I.device)
+        torch.cumsum(new_I, 0, out=seen_P[1:])
+        return seen_P[torch.searchsorted(sorted_I, self._first_key_T)].diff()
+
+    def hold(
+        self,
+        parts: Sequence[Part],
+        weights: Sequence[Tensor | None],
+        grads: Sequence[Tensor],
+    ) -> None:
+        """Keep a backward pass until ``move`` takes it.
+
+        Args:
+            parts: of the call.
+            weights: of the ids of each part.
+            grads: gradients of what ``look_up`` returned.
+
+        Raises:
+            ConfigError: another one is held already.
+        """
+        self.check_alone()
+        self.pending = Pending(parts, weights, grads)
+
+    def check_alone(self, others: int = 0) -> None:
+        """Refuse a backward pass behind another one, of which one alone would move its rows.
+
+        Args:
+            others: passes that are held elsewhere.
+
+        Raises:
+            ConfigError: one is held.
+        """
+        if self.pending is not None or others:
+            raise ConfigError(
+                refusal(
+                    OP,
+                    "single_pass",
+                    must="be false where a step has several backward passes",
+                    got="a second one before apply or discard",
+                    fix="build the tables without it",
+                )
+            )
+
+    def finite(self) -> Tensor | None:
+        """Tell whether what is held, and sums of its squares, are finite; None where nothing is."""
+        if self.pending is None:
+            return None
+        grads = [grad for grad in self.pending.grads if grad.numel()]
+        if not grads:
+            return None
+        norms = torch._foreach_norm(grads, float("inf"))
+        return (torch.stack(list(norms)) <= LARGEST).all()
+
     def look_up(self, parts: Sequence[Part], weights: Sequence[Tensor | None]) -> list[Tensor]:
         """Pool rows.
 
@@ -160,43 +249,53 @@ class Direct:
             for part, weight in zip(parts, weights, strict=True)
         ]
 
-    def learn(
+    def weight_gradients(
         self,
         parts: Sequence[Part],
         weights: Sequence[Tensor | None],
         grads: Sequence[Tensor],
-        *,
-        lr: float,
-        step: int,
     ) -> list[Tensor | None]:
-        """Move rows, and differentiate by the weights of ids.
+        """Differentiate by the weights of ids: by the rows that were looked up, before they move.
 
         Args:
             parts: of the call.
             weights: of the ids of each part.
             grads: gradients of what ``look_up`` returned.
-            lr: learning rate.
-            step: of the tables, this one included.
 
         Returns:
             the gradient of each part's weights, where they need one.
         """
-        found: list[Tensor | None] = []
-        for part, weight, grad in zip(parts, weights, grads, strict=True):
-            store, layout = self._stores[part.index], self._layouts[part.index]
-            where = (part.ids_I, part.bags_O)
-            found.append(None)
-            if weight is not None and weight.requires_grad:
-                # By the rows that were looked up, so before they move.
-                found[-1] = id_weight_gradient(
-                    grad, store.weights.whole, *where, layout, counts=part.counts
-                )
+        return [
+            None
+            if weight is None or not weight.requires_grad
+            else id_weight_gradient(
+                grad,
+                self._stores[part.index].weights.whole,
+                part.ids_I,
+                part.bags_O,
+                self._layouts[part.index],
+                counts=part.counts,
+            )
+            for part, weight, grad in zip(parts, weights, grads, strict=True)
+        ]
+
+    def move(self, passed: Pending, *, lr: float, step: int) -> None:
+        """Move the rows of a backward pass.
+
+        Args:
+            passed: the pass.
+            lr: learning rate.
+            step: of the tables, this one included.
+        """
+        for part, weight, grad in zip(passed.parts, passed.weights, passed.grads, strict=True):
+            store = self._stores[part.index]
             table_update(
                 store.weights.whole,
                 [state.whole for state in store.states.values()],
-                *where,
+                part.ids_I,
+                part.bags_O,
                 grad,
-                layout,
+                self._layouts[part.index],
                 counts=part.counts,
                 spec=self._optimizer,
                 lr=lr,
@@ -204,7 +303,6 @@ class Direct:
                 id_weights_I=weight,
                 seed=self._seed,
             )
-        return found
 
     def outputs(
         self, request: Request, parts: Sequence[Part], flats: Sequence[Tensor]

@@ -29,7 +29,7 @@ from gem_embeddings.sharded.calls import (
     refused_elsewhere,
 )
 from gem_embeddings.sharded.collectives import Collectives
-from gem_embeddings.sharded.direct import Direct, Part
+from gem_embeddings.sharded.direct import Direct, Part, Pending
 from gem_embeddings.sharded.exchange import Arrived, IdExchange
 from gem_embeddings.sharded.gradients import HeldGradients, ReplicaGradients, RowGradients
 from gem_embeddings.sharded.moves import RowMoves
@@ -60,6 +60,7 @@ class TorchTables(TableEngine):
         mesh: axes (table_shard, table_replicate) over all ranks; None makes one.
         update: when rows move.
         replicas: what sharding groups exchange.
+        single_pass: a step has one backward pass; see ``build_tables``.
 
     Attributes:
         group: collectives over the sharding group, with counts of calls and bytes.
@@ -74,7 +75,8 @@ class TorchTables(TableEngine):
         columns are cut.
     Cost: a call sends each different id once to each rank that holds a piece of its row, 8 bytes,
         and its vector back once; the backward pass sends its gradient once. The host waits for the
-        device once a call, to learn the sizes of these messages.
+        device once a call, to learn the sizes of these messages; a single rank waits only where a
+        table refuses ids outside, or holds the gradients of several passes.
     """
 
     def __init__(  # noqa: PLR0913 - those of build_tables
@@ -91,6 +93,7 @@ class TorchTables(TableEngine):
         mesh: DeviceMesh | None = None,
         update: Update = "backward",
         replicas: Exchanged = "weights",
+        single_pass: bool = False,
     ) -> None:
         super().__init__()
         check_ranks(plan, world)
@@ -144,11 +147,14 @@ class TorchTables(TableEngine):
             seed=seed,
         )
         self._held = HeldGradients(plan.table_shard, wire if alike else None)
-        # A group of one rank has nobody to send to. Where gradients are held or exchanged, the
-        # different rows have to be picked out all the same.
+        # A group of one rank has nobody to send to. Where gradients of several passes are held, or
+        # are exchanged, the different rows have to be picked out all the same.
+        at_once = update == "backward" or (single_pass and world.size == 1)
         self._direct = (
-            Direct(self._places, self._rows.all, self._features, optimizer, seed=seed)
-            if plan.table_shard == 1 and update == "backward" and not alike
+            Direct(
+                self._places, self._rows.all, self._features, optimizer, seed=seed, device=device
+            )
+            if plan.table_shard == 1 and at_once and not alike
             else None
         )
         # What makes autograd call the backward pass; no parameter, since no optimizer may see it.
@@ -208,7 +214,7 @@ class TorchTables(TableEngine):
         started.looked_up = True
         if started.parts is not None:
             return self._pool(started, started.parts)
-        arrived = started.arrived
+        arrived = cast("Arrived", started.arrived)
         if arrived.work is not None:
             arrived.work.wait()
             arrived.work = None
@@ -233,6 +239,12 @@ class TorchTables(TableEngine):
             fault, request = error, self._features.nothing()
         # None where ids have to travel, or have to be picked out all the same.
         parts = self._direct.parts(request) if self._direct is not None and fault is None else None
+        if parts is not None and not isinstance(request.refuses, Tensor):
+            # Nobody is told anything, so nothing waits for the device.
+            if self.training:
+                unique_T = cast("Direct", self._direct).different(request.keys_I)
+                self._features.counts.add_unique_all(unique_T)
+            return Started(self, request, None, parts)
         arrived = self._ids.send(request.keys_I, request.refuses, send_rows=parts is None)
         if not arrived.refused:
             if self.training:
@@ -248,7 +260,7 @@ class TorchTables(TableEngine):
 
     def _local_places(self, started: Started) -> Tensor:
         """For each id its place among the rows of its table, or -1."""
-        arrived = started.arrived
+        arrived = cast("Arrived", started.arrived)
         first = [arrived.first[feature.table] for feature in self._features.features]
         return self._features.counted_from(started.request, arrived.places_I, first)
 
@@ -285,7 +297,7 @@ class TorchTables(TableEngine):
         weights: Sequence[Tensor | None],
         grads: Sequence[Tensor],
     ) -> list[Tensor | None]:
-        """Move rows of this rank alone. Collective over the replicas.
+        """Move rows of this rank alone, or hold their gradients. Collective over the replicas.
 
         Args:
             parts: of the call.
@@ -295,15 +307,22 @@ class TorchTables(TableEngine):
         Returns:
             the gradient of each part's weights, where they need one.
         """
-        self.step += 1
+        direct, grads = cast("Direct", self._direct), [g.contiguous() for g in grads]
+        if self.update == "step":
+            direct.check_alone(self._held.passes)
+            direct.hold(parts, weights, grads)
+            return direct.weight_gradients(parts, weights, grads)
         with self._rows.whole(states=True) as whole:
             whole.wait()
-            found = cast("Direct", self._direct).learn(
-                parts, weights, [g.contiguous() for g in grads], lr=self._lr, step=self.step
-            )
-            if self.plan.fully_sharded:
-                self._rows.average(self.step)
+            found = direct.weight_gradients(parts, weights, grads)
+            self._move_directly(Pending(parts, weights, grads))
         return found
+
+    def _move_directly(self, passed: Pending) -> None:
+        self.step += 1
+        cast("Direct", self._direct).move(passed, lr=self._lr, step=self.step)
+        if self.plan.fully_sharded:
+            self._rows.average(self.step)
 
     def fetch(self, arrived: Arrived) -> Tensor:
         """Fetch the vectors of the rows that a call asks for. Collective.
@@ -328,6 +347,8 @@ class TorchTables(TableEngine):
         """
         grad = grad.contiguous()
         if self.update == "step":
+            if self._direct is not None:
+                self._direct.check_alone()
             self._held.add(self._traffic.bring(arrived, grad))
             return
         with self._rows.whole(states=True) as whole:
@@ -338,6 +359,10 @@ class TorchTables(TableEngine):
     def apply_held(self) -> None:
         """Move rows by the sum of the gradients that are held; see ``TableEngine.apply``."""
         self._check_holds("apply")
+        if self._direct is not None and self._direct.pending is not None:
+            passed, self._direct.pending = self._direct.pending, None
+            self._move_directly(passed)
+            return
         if not self._held.passes:
             raise ConfigError(
                 refusal(
@@ -360,13 +385,19 @@ class TorchTables(TableEngine):
     def discard(self) -> None:
         """Drop the gradients that are held; see ``TableEngine``."""
         self._check_holds("discard")
+        self._drop()
+
+    def _drop(self) -> None:
         self._held.drop()
+        if self._direct is not None:
+            self._direct.pending = None
 
     @torch.no_grad()
     def held_finite(self) -> Tensor:
         """Tell whether the gradients held on this rank are finite; see ``TableEngine``."""
         self._check_holds("held_finite")
-        return self._held.finite(self._device)
+        found = None if self._direct is None else self._direct.finite()
+        return self._held.finite(self._device) if found is None else found
 
     def _check_holds(self, call: str) -> None:
         if self.update != "step":
@@ -413,7 +444,7 @@ class TorchTables(TableEngine):
     def load_table_state(self, state: Mapping[str, Tensor]) -> None:
         """Take over a state; see ``TableEngine``. Gradients that are held are dropped."""
         load_pieces(self.table_state(), state)
-        self._held.drop()
+        self._drop()
         for buffer in self._rows.buffers():
             buffer.forget()
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from gem.data.batch import ExampleBatch
+from gem.data.batch import ExampleBatch, StepWork
 from gem.data.features import NumberTransform
 from gem.data.schema import BatchSchema
 from gem.data.sources import Sources
@@ -122,6 +122,7 @@ class Assembler:
             domains_B=torch.from_numpy(arrays["domains"]),
             user_B=torch.from_numpy(arrays["users"]),
             row_B=torch.from_numpy(rows),
+            work=StepWork.from_array(arrays["work"]) if "work" in arrays else None,
         )
 
 

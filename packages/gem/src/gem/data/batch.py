@@ -4,9 +4,11 @@ Frozen dataclasses, so that they can be built and passed inside a compiled graph
 of everything are in the `BatchSchema` beside them.
 """
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import astuple, dataclass, fields, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,6 +49,40 @@ class StreamBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class StepWork:
+    """How even the work of a step is, by the lengths of its histories: the greatest over the mean.
+
+    Attributes:
+        ranks_before: of all ranks, if each took the rows that follow one another; None where
+            this one has not looked at the rows of all.
+        ranks: of all ranks, as the rows were dealt; None likewise.
+        parts_before: of this rank's micro-batches, if its rows kept their order.
+        parts: of its micro-batches, as its rows were dealt; 1 where it has one.
+        moved_frac: share of the step's base batches that changed ranks.
+    """
+
+    ranks_before: float | None
+    ranks: float | None
+    parts_before: float
+    parts: float
+    moved_frac: float
+
+    def to_array(self) -> np.ndarray:
+        """The numbers in their order, float64, for a way between processes; NaN for None."""
+        return np.asarray([math.nan if x is None else x for x in astuple(self)], np.float64)
+
+    @classmethod
+    def from_array(cls, numbers: np.ndarray) -> "StepWork":
+        """Undo `to_array`.
+
+        Args:
+            numbers: what it gave.
+        """
+        before, after, *others = (None if math.isnan(x) else x for x in numbers.tolist())
+        return cls(before, after, *(x or 0.0 for x in others))
+
+
+@dataclass(frozen=True, slots=True)
 class ExampleBatch:
     """B examples of a log, joined with their histories.
 
@@ -61,6 +97,7 @@ class ExampleBatch:
         domains_B: index into the schema's domains, int64.
         user_B: id of the user, int64 (for grouped metrics and predictions; not a model input).
         row_B: position of the example in the log, int64 (not a model input).
+        work: how even the step is that this is a rank's part of; None where nothing was dealt.
     """
 
     streams: Mapping[str, StreamBatch]
@@ -72,6 +109,7 @@ class ExampleBatch:
     domains_B: Tensor
     user_B: Tensor
     row_B: Tensor
+    work: StepWork | None = None
 
     @property
     def examples(self) -> int:

@@ -130,8 +130,34 @@ class EventIndex:
 
         Cost: O(B log(longest log of a user)) and the slices.
         """
+        start, stop = self._seen_by(users, times, max_events)
+        offsets = np.zeros(len(users) + 1, np.int64)
+        np.cumsum(stop - start, out=offsets[1:])
+        return History(packed_ranges(start, offsets), offsets)
+
+    def lengths(self, users: np.ndarray, times: np.ndarray, max_events: int) -> np.ndarray:
+        """How many events each example may see, without looking any of them up.
+
+        Args:
+            users: user of each example, int64 (B,).
+            times: time of each example in ms, int64 (B,).
+            max_events: how many of the last events at most, > 0.
+
+        Returns:
+            int64 (B,): the lengths that `history` gives.
+
+        Cost: O(B log(longest log of a user)).
+        """
+        start, stop = self._seen_by(users, times, max_events)
+        return stop - start
+
+    def _seen_by(
+        self, users: np.ndarray, times: np.ndarray, max_events: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """First event of each example in index order, and the end of its events."""
         if not len(self._users):
-            return History(np.empty(0, np.int64), np.zeros(len(users) + 1, np.int64))
+            nothing = np.zeros(len(users), np.int64)
+            return nothing, nothing
         place = np.minimum(np.searchsorted(self._users, users), len(self._users) - 1)
         has = self._users[place] == users
         first = timed = self._starts[place]
@@ -142,10 +168,7 @@ class EventIndex:
             seen = (timed > first) & (self._seen[first] < times)
             first = np.where(seen, first, timed)
         stop = first_at_or_after(self._seen, timed, end, times)
-        start = np.maximum(first, stop - max_events)
-        offsets = np.zeros(len(users) + 1, np.int64)
-        np.cumsum(stop - start, out=offsets[1:])
-        return History(packed_ranges(start, offsets), offsets)
+        return np.maximum(first, stop - max_events), stop
 
 
 def packed_ranges(starts: np.ndarray, offsets: np.ndarray) -> np.ndarray:

@@ -3,8 +3,8 @@
 `open_reader` resolves a recipe's `[data]` section against a data set once and derives the
 `BatchSchema`; `Reader.batches` then yields the batches of a split. Order and content depend on
 nothing but the folder, the section and the batch size: a reader on rank r of W yields the r-th
-slice of each batch, all ranks yield the same number of batches, and starting at step k yields
-exactly the batches from k on.
+slice of each batch, or its share of it where the work of ranks is balanced; all ranks yield the
+same number of batches, and starting at step k yields exactly the batches from k on.
 """
 
 import functools
@@ -17,6 +17,7 @@ import numpy as np
 from gem.data.assemble import Arrays, Assembler
 from gem.data.batch import ExampleBatch
 from gem.data.dataset import Dataset
+from gem.data.dealing import Balance, Dealer, in_batch_order, joined
 from gem.data.features import DatasetSpec, DataSpec, StreamRead
 from gem.data.file_versions import DataSetVersion, changed, data_set_version
 from gem.data.names import nearest
@@ -79,6 +80,8 @@ class Reader:
     Attributes:
         schema: what the batches hold, in order.
         dataset: the contract of the data set.
+        balance: how ranks share out the rows of a step of the split ``train``; None: each takes
+            those that follow one another. To be set before the first batch is read.
     """
 
     def __init__(
@@ -92,6 +95,7 @@ class Reader:
         self._sources, self._version = sources, version
         self._batch_size, self._rank, self._world_size = batch_size, rank, world_size
         self.dataset: DatasetSpec = sources.dataset.spec
+        self.balance: Balance | None = None
         data = sources.data
         self._id_names, numbers = self._chosen_inputs()
         self._transforms = resolved_transforms(self.dataset, data)
@@ -172,8 +176,8 @@ class Reader:
                 point first, by replaying the rows before it.
 
         Returns:
-            one batch a step, this rank's contiguous slice of it. The last may be partial, and on
-            some ranks empty.
+            one batch a step, this rank's contiguous slice of it, or with `balance` its share of
+            it. The last may be partial, and on some ranks empty.
 
         Raises:
             ConfigError: no such split, or a start beyond its end.
@@ -194,7 +198,14 @@ class Reader:
     def _iterate(self, split: str, start_step: int, steps: int) -> Iterator[ExampleBatch]:
         if start_step == steps:
             return
-        spans = StepSpans(self._bounds(split), self._batch_size, self._rank, self._world_size)
+        spans = StepSpans(
+            self._bounds(split),
+            self._batch_size,
+            self._rank,
+            self._world_size,
+            # Elsewhere nobody waits for the slowest rank often enough, and rows keep their order.
+            dealt=self.balance is not None and split == "train",
+        )
         spans = spans.after(start_step)
         if self._sources.data.workers:
             yield from self._through_workers(spans)
@@ -245,6 +256,7 @@ class Reader:
                 self._batch_size,
                 self._rank,
                 self._world_size,
+                self.balance,
             ),
         )
 
@@ -326,6 +338,9 @@ class ReaderParts:
     def __init__(self, reader: Reader) -> None:
         self._assembler, self._engine = reader._assembler, reader._statistics
         self._cursor: StatisticsCursor | None = None
+        self._dealer: Dealer | None = None
+        if reader.balance is not None:
+            self._dealer = Dealer(reader.balance, reader._streams, reader._rank, reader._world_size)
 
     def arrays(self, span: Span) -> Arrays:
         """What the log says of the rows.
@@ -336,7 +351,11 @@ class ReaderParts:
         Returns:
             arrays by name.
         """
-        return self._assembler.arrays(span.low, span.high)
+        if self._dealer is None or not span.dealt:
+            return self._assembler.arrays(span.low, span.high)
+        dealt = self._dealer.deal(span)
+        found = joined(in_batch_order(dealt, self._assembler.arrays))
+        return found | {"work": dealt.work.to_array()}
 
     def statistics(self, span: Span) -> StatisticsBlock | None:
         """The statistics of the rows.
@@ -352,7 +371,13 @@ class ReaderParts:
         if span.begins or self._cursor is None:
             self.release()
             self._cursor = self._engine.cursor(span.first)
-        return self._cursor.rows(span.low, span.high)
+        if self._dealer is None or not span.dealt:
+            return self._cursor.rows(span.low, span.high)
+        blocks = in_batch_order(self._dealer.deal(span), self._cursor.rows)
+        return StatisticsBlock(
+            np.concatenate([block.numbers for block in blocks]),
+            joined([block.events for block in blocks]),
+        )
 
     def release(self) -> None:
         """End a reading; the next one may go on from where it was."""
@@ -368,9 +393,12 @@ def _open_parts(
     batch_size: int,
     rank: int,
     world_size: int,
+    balance: Balance | None,
 ) -> ReaderParts:
     """Open the data set in a worker, which may be long after the rank has."""
     dataset = Dataset.open(folder)
     if data_set_version(dataset) != version:
         raise changed(folder)
-    return ReaderParts(Reader(Sources(dataset, data), version, batch_size, rank, world_size))
+    reader = Reader(Sources(dataset, data), version, batch_size, rank, world_size)
+    reader.balance = balance
+    return ReaderParts(reader)

@@ -10,15 +10,20 @@ class Span:
 
     Attributes:
         first: first row of the step over all ranks.
+        last: end of the rows of the step over all ranks, exclusive.
         low: first row of this rank.
         high: end of its rows, exclusive.
         begins: whether a reading begins here.
+        dealt: whether ranks exchange rows within the step so that their work is even; `low` and
+            `high` are then what the rank would have without that.
     """
 
     first: int
+    last: int
     low: int
     high: int
     begins: bool
+    dealt: bool = False
 
 
 class StepSpans:
@@ -30,13 +35,22 @@ class StepSpans:
         rank: this rank.
         world_size: number of ranks.
         begin: the first step.
+        dealt: whether ranks exchange rows within a step.
     """
 
     def __init__(
-        self, bounds: tuple[int, int], batch_size: int, rank: int, world_size: int, begin: int = 0
+        self,
+        bounds: tuple[int, int],
+        batch_size: int,
+        rank: int,
+        world_size: int,
+        *,
+        begin: int = 0,
+        dealt: bool = False,
     ) -> None:
         self._bounds, self._batch_size = bounds, batch_size
-        self._rank, self._world_size, self._begin = rank, world_size, begin
+        self._rank, self._world_size = rank, world_size
+        self._begin, self._dealt = begin, dealt
 
     def after(self, steps: int) -> "StepSpans":
         """The same from a step on.
@@ -44,7 +58,14 @@ class StepSpans:
         Args:
             steps: how many are left out at the beginning of the split.
         """
-        return StepSpans(self._bounds, self._batch_size, self._rank, self._world_size, steps)
+        return StepSpans(
+            self._bounds,
+            self._batch_size,
+            self._rank,
+            self._world_size,
+            begin=steps,
+            dealt=self._dealt,
+        )
 
     def __iter__(self) -> Iterator[Span]:
         start, stop = self._bounds
@@ -53,9 +74,11 @@ class StepSpans:
             count = min(self._batch_size, stop - first)
             yield Span(
                 first=first,
+                last=first + count,
                 low=first + count * self._rank // self._world_size,
                 high=first + count * (self._rank + 1) // self._world_size,
                 begins=first == begin,
+                dealt=self._dealt,
             )
 
     def __len__(self) -> int:

@@ -69,6 +69,19 @@ class StreamReader:
             max_events=read.max_events,
         )
 
+    def lengths(self, low: int, high: int) -> np.ndarray:
+        """Events of examples low .. high-1, without reading one.
+
+        Args:
+            low: first example row.
+            high: end of the example rows, exclusive.
+
+        Returns:
+            int64 (high - low,).
+        """
+        users, times = self._sources.users[low:high], self._sources.times[low:high]
+        return self._source.index.lengths(users, times, self._max_events)
+
     def arrays(
         self, low: int, high: int, transforms: Mapping[str, NumberTransform]
     ) -> dict[str, np.ndarray]:

@@ -34,12 +34,12 @@ FORMATS = {
     "fp8_block": "e4m3, a float32 scale for every 128 numbers",
     "mxfp8": "e4m3, a scale that is a power of two for every 32 numbers",
 }
-# format -> its name in a recipe's [precision]; the others have none.
+# format -> key and value in a recipe's [precision]; the others have none.
 _IN_A_RECIPE = {
-    "fp32": "fp32",
-    "bf16": "bf16_autocast",
-    "fp8_block": "fp8_block",
-    "mxfp8": "mxfp8",
+    "fp32": ("default", "fp32"),
+    "bf16": ("default", "bf16_autocast"),
+    "fp8_block": ("recipe", "fp8_block"),
+    "mxfp8": ("recipe", "mxfp8_rceil"),
 }
 
 
@@ -177,26 +177,26 @@ def format_findings(devices: dict[str, dict[str, FormatState]]) -> dict[str, For
     return {
         name: FormatFinding(
             about=about,
-            recipe=_IN_A_RECIPE.get(name),
-            built=name in _IN_A_RECIPE and runs(_IN_A_RECIPE[name]),
+            recipe=_IN_A_RECIPE[name][1] if name in _IN_A_RECIPE else None,
+            built=name in _IN_A_RECIPE and runs(*_IN_A_RECIPE[name]),
             devices={label: states[name] for label, states in devices.items()},
         )
         for name, about in FORMATS.items()
     }
 
 
-def _recipe_runs() -> Callable[[str], bool]:
+def _recipe_runs() -> Callable[[str, str], bool]:
     """Asks the package that applies recipes; without it no format runs."""
     try:
         from gem_opkit.errors import UnsupportedError
         from gem_precision.contract import PrecisionRecipe
         from gem_precision.layers import apply_recipe
     except Exception:  # noqa: BLE001 - an installation can be broken in any way
-        return lambda _: False
+        return lambda key, name: False
 
-    def runs(name: str) -> bool:
+    def runs(key: str, name: str) -> bool:
         try:
-            apply_recipe(PrecisionRecipe.model_validate({"default": name}), "cpu")
+            apply_recipe(PrecisionRecipe.model_validate({key: name}), "cpu")
         except (UnsupportedError, ValueError):
             return False
         return True

@@ -168,6 +168,9 @@ def beside_json(found: Beside) -> dict[str, Any]:
 
     Args:
         found: forecast and dry run.
+
+    Returns:
+        bytes, names and lists of them.
     """
     count = found.count
     return {

@@ -66,7 +66,11 @@ class StepCount:
     events: Mapping[str, int]
 
     def totals(self) -> dict[tuple[str, str], int]:
-        """(axis, collective) -> bytes of the step, sorted."""
+        """(axis, collective) -> bytes of the step, sorted.
+
+        Returns:
+            bytes that the rank gives.
+        """
         return totals(list(self.sent))
 
 
@@ -115,7 +119,7 @@ def count_step(
     """
     with _job(rank, ranks) as (world, ledger):
         return _count(
-            config, schema, world, ledger, _batch(config, schema, world, loads, laws or {})
+            config, schema, world, ledger, drawn_batch(config, schema, world, loads, laws or {})
         )
 
 
@@ -128,13 +132,25 @@ def _job(rank: int, ranks: int) -> Iterator[tuple[World, Ledger]]:
         yield named.world, named.ledger
 
 
-def _batch(
+def drawn_batch(
     config: RunConfig,
     schema: BatchSchema,
     world: World,
     loads: Mapping[str, TableLoad] | None,
     laws: Mapping[str, LengthLaw],
 ) -> ExampleBatch:
+    """Draw one rank's batch, whose lengths stand for their law.
+
+    Args:
+        config: the run, whose batch is that of all ranks.
+        schema: inputs.
+        world: the ranks; the rank decides the order of the lengths, and the ids.
+        loads: feature -> statistics of its ids; None for ids that are drawn alike.
+        laws: stream -> how long its histories are; uniform up to the longest where it has none.
+
+    Returns:
+        a batch with all its numbers.
+    """
     examples = config.train.batch_examples // world.size
     draw = torch.Generator().manual_seed(world.rank)
     lengths: dict[str, list[int]] = {}
@@ -156,11 +172,11 @@ def _count(
     memory = MemoryCount()
     mode = FloatsInName(memory)
     clock = _Sections(world, ledger, memory)
-    with memory.watching(), _as_on_a_gpu(), mode:
+    with memory.watching(), as_on_a_gpu(), mode:
         if plan_of(config, world).tables_are_local:
-            config = _drawn_in_order(config)
+            config = drawn_in_order(config)
         step = build_step(config, schema, world, total_steps=_STEPS, clock=clock)
-        named = _without_memory(batch, mode)
+        named = batch_without_memory(batch, mode)
         gradients, held = 0, {}
         for number in range(_STEPS):
             ledger.take()
@@ -183,11 +199,14 @@ def _count(
 
 
 @contextmanager
-def _as_on_a_gpu() -> Iterator[None]:
+def as_on_a_gpu() -> Iterator[None]:
     """Replace what would need numbers, or would run in another way than on a GPU.
 
     First rows are not drawn: their numbers are computed from integers, which are real here. Norms
     take the operator that has a kernel, in place of a formula that keeps more.
+
+    Yields:
+        nothing; all is put back behind the block.
     """
     with (
         _replaced("gem_embeddings.sharded.storage", "fill_initial", lambda *_, **__: None),
@@ -213,7 +232,16 @@ def _replaced(module: str, name: str, value: object) -> Iterator[None]:
         setattr(owner, name, before)
 
 
-def _without_memory(batch: ExampleBatch, mode: FloatsInName) -> ExampleBatch:
+def batch_without_memory(batch: ExampleBatch, mode: FloatsInName) -> ExampleBatch:
+    """Give a batch floating-point values in name only, as the dry run has them.
+
+    Args:
+        batch: with all its numbers.
+        mode: that the step will run in.
+
+    Returns:
+        the same lengths and ids; numbers without memory.
+    """
     streams = {
         name: StreamBatch(
             ids=own.ids,
@@ -253,8 +281,12 @@ def _state(step: TrainStep, optimizer: str) -> Sequence[Tensor]:
     return _tensors(value for entry in entries for value in entry.values())
 
 
-def _drawn_in_order(config: RunConfig) -> RunConfig:
-    """The same recipe, but for how first rows are drawn, which decides no size."""
+def drawn_in_order(config: RunConfig) -> RunConfig:
+    """The same recipe, but for how first rows are drawn, which decides no size.
+
+    Returns:
+        a config that builds without drawing rows one by one.
+    """
     tables = config.model.embeddings
     plain = tables.model_copy(
         update={"initial_rows": type(tables).model_fields["initial_rows"].default}

@@ -2,16 +2,18 @@
 
 from typing import cast
 
+import torch
 from torch import nn
 
 from gem.data.schema import BatchSchema
 from gem.model.din import DinModel
-from gem.model.gem import GemModel
+from gem.model.gem import GemLayer, GemModel
 from gem.model.interaction import ExpertMixture
 from gem.model.spec import DinSpec, GemSpec
 from gem.model.tables import draw_by_place, table_specs
 from gem_embeddings.contract import LookupSpec, TableSpec
 from gem_embeddings.tables import EmbeddingTables
+from gem_parallel.side_stream import SideStream
 
 
 def build_model(
@@ -59,6 +61,9 @@ def model_tables(model: nn.Module) -> tuple[list[TableSpec], list[LookupSpec]]:
 def dense_units(model: nn.Module) -> list[str]:
     """Name the submodules whose dense parameters are gathered together: tokenisers, layers, heads.
 
+    Experts hold most parameters of a layer and run behind its streams: as a unit of their own they
+    are gathered while the streams run.
+
     Args:
         model: from `build_model`.
 
@@ -77,7 +82,28 @@ def dense_units(model: nn.Module) -> list[str]:
         units += [
             part for part in parts if any(True for _ in model.get_submodule(part).parameters())
         ]
-    return units
+    mixtures = expert_mixtures(model)
+    return [
+        name
+        for unit in units
+        for name in (unit, *(m for m in mixtures if m.startswith(f"{unit}.")))
+    ]
+
+
+def overlap_sides(model: nn.Module, device: torch.device) -> None:
+    """Let the experts of a model's transformer layers run on a stream of their own.
+
+    They read nothing that the streams of events make there. Not for models whose parameters are
+    gathered: FSDP gives memory back without waiting for a second stream.
+
+    Args:
+        model: from `build_model`; one without such layers stays as it is.
+        device: that it runs on; nothing changes on a CPU.
+    """
+    side = SideStream(device)
+    for part in model.modules():
+        if isinstance(part, GemLayer):
+            part.side = side
 
 
 def expert_mixtures(model: nn.Module) -> list[str]:
@@ -90,3 +116,16 @@ def expert_mixtures(model: nn.Module) -> list[str]:
         qualified names; none for a model without experts.
     """
     return [name for name, part in model.named_modules() if isinstance(part, ExpertMixture)]
+
+
+def late_layers(model: nn.Module) -> list[str]:
+    """Name the submodules that a low precision leaves alone by default: heads and last layer.
+
+    Args:
+        model: from `build_model`.
+
+    Returns:
+        qualified names.
+    """
+    last = len(model.layers) - 1 if isinstance(model, GemModel) else None
+    return ["heads", *([] if last is None else [f"layers.{last}"])]

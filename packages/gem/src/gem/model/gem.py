@@ -37,6 +37,7 @@ from gem.model.structure import (
 from gem.model.tables import batch_ids, batch_streams, build_tables
 from gem.model.tokenize import Columns, EventTokens, FeatureTokens, latest_events
 from gem_jagged.batch import Layout
+from gem_parallel.side_stream import SideStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,8 @@ class GemLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.kind = spec.layers[index]
+        # Where experts of a transformer layer run beside its streams; None: behind them.
+        self.side: SideStream | None = None
         taking_part = [stream for stream in streams if takes_part(spec, stream.name, index)]
         gated = spec.transformer_gate
         self.summary = (
@@ -130,6 +133,9 @@ class GemLayer(nn.Module):
         Returns:
             non-sequence tokens, and every stream after the layer.
         """
+        beside = None
+        if self.side is not None and self.kind == "transformer":
+            beside = self.side.begin(x_BND, join_summaries(x_BND, states))
         context_BND = x_BND if self.summary is None else self.summary(x_BND)
         after = {}
         for name, state in states.items():
@@ -151,6 +157,8 @@ class GemLayer(nn.Module):
                     visible_pairs=state.visible_pairs[stream.pattern],
                 )
                 after[name] = replace(state, x_TD=x_TD)
+        if beside is not None:  # the summaries are those that came in
+            return beside(self.experts), after
         return self.experts(x_BND, join_summaries(x_BND, after)), after
 
 

@@ -202,4 +202,5 @@ def multi_task_loss(
     # one would not: 1 / tiny overflows under a task weight or a factor of the whole loss, and the
     # backward pass would multiply 0 by infinity.
     mean_A = (loss_BA * weight_BA).sum(0) / torch.where(known_A > 0, known_A, 1.0)
-    return mean_A @ mean_A.new_tensor(task_weights)
+    # Filled on the device: a copy from the host would wait for it, in the midst of the step.
+    return mean_A @ torch.stack([mean_A.new_full((), weight) for weight in task_weights])

@@ -10,9 +10,11 @@ shortcut, Kunlun (arXiv:2602.10016) for the mixture and the summary.
 
 from collections.abc import Callable
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from gem.model.spec import ExpertsSpec, MlpActivation
 from gem.model.structure import expert_parts
@@ -42,8 +44,10 @@ class TokenLinear(nn.Module):
             tokens (B, outputs, D).
         """
         # A batched product with a broadcast weight: a plain matmul would first copy the tokens
-        # into a transposed layout, which costs more than the product at these sizes.
-        return torch.bmm(self.weight.expand(x_BND.shape[0], -1, -1), x_BND)
+        # into a transposed layout, which costs more than the product at these sizes. On a GPU it
+        # is cast before it is broadcast; autocast would cast what each example reads.
+        weight = self.weight.to(x_BND.dtype) if x_BND.is_cuda else self.weight
+        return torch.bmm(weight.expand(x_BND.shape[0], -1, -1), x_BND)
 
 
 class Summary(nn.Module):
@@ -103,7 +107,8 @@ class LearnedProjection(nn.Module):
         Returns:
             Y (B, N, rank).
         """
-        return self.y.expand(x_BND.shape[0], -1, -1)
+        y = self.y.to(x_BND.dtype) if x_BND.is_cuda else self.y
+        return y.expand(x_BND.shape[0], -1, -1)
 
 
 class AttentiveProjection(nn.Module):
@@ -136,6 +141,50 @@ class AttentiveProjection(nn.Module):
         """
         flat = self.mlp(self.compress(x_BND).flatten(1))
         return flat.view(x_BND.shape[0], self.tokens, self.rank)
+
+
+class _PairProducts(torch.autograd.Function):
+    """(X Xᵀ) Y of each example, by way of all pairs of its tokens.
+
+    Of N tokens as wide as D the pairs are N² numbers, and Xᵀ Y would be D · rank of them. Every
+    product that reads X reads it once and writes something small, or the gradient of X; that is one
+    product with dG + dGᵀ, where autograd would add up two, one of them transposed.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_BND: Tensor, y: Tensor) -> Tensor:
+        pairs = torch.bmm(x_BND, x_BND.transpose(1, 2))  # (B, N, N)
+        ctx.save_for_backward(x_BND, y, pairs)
+        return torch.bmm(pairs, y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator's own type
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        x_BND, y, pairs = ctx.saved_tensors
+        grad_pairs = torch.bmm(grad, y.transpose(1, 2))
+        both = grad_pairs + grad_pairs.transpose(1, 2)
+        # The pairs are symmetric.
+        return torch.bmm(both, x_BND), torch.bmm(pairs, grad)
+
+
+def pair_products(x_BND: Tensor, y: Tensor) -> Tensor:
+    """Multiply pairs of tokens, compressed: X Xᵀ Y of each example.
+
+    Args:
+        x_BND: tokens X.
+        y: Y, (B, N, rank).
+
+    Returns:
+        (B, N, rank). On a GPU in bf16, of tokens that are fewer than they are wide, by way of all
+        pairs; else by way of Xᵀ Y, which the FLOPs of the model count.
+    """
+    few = 2 * x_BND.shape[1] <= x_BND.shape[2]
+    in_halves = x_BND.is_cuda and x_BND.dtype == y.dtype == torch.bfloat16
+    if few and in_halves and not torch.compiler.is_compiling():
+        return _PairProducts.apply(x_BND, y)
+    return torch.bmm(x_BND, torch.bmm(x_BND.transpose(1, 2), y))
 
 
 class FactorisationBlock(nn.Module):
@@ -183,9 +232,7 @@ class FactorisationBlock(nn.Module):
             tokens (B, fm_tokens, D).
         """
         batch = x_BND.shape[0]
-        pairs = torch.bmm(
-            x_BND, torch.bmm(x_BND.transpose(1, 2), self.make_y(x_BND))
-        )  # (B, N, rank)
+        pairs = pair_products(x_BND, self.make_y(x_BND))
         mixed = self.mlp(self.norm(pairs.flatten(1)))
         return mixed.view(batch, self.fm_tokens, self.width)
 

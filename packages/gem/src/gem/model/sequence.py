@@ -27,6 +27,7 @@ from gem_jagged.batch import Layout
 from gem_jagged.offsets import sequence_ids
 from gem_jagged.ops import jagged_sum
 from gem_precision.layers import Projection, RmsNorm
+from gem_precision.ops import gated_residual
 
 
 class StreamInteraction(nn.Module):
@@ -128,13 +129,13 @@ class StreamTransformer(nn.Module):
         Returns:
             event tokens x_TD.
         """
-        out_TD = self.attention(self.norm(x_TD), layout, gap_seconds_T, visible_pairs=visible_pairs)
+        normed_TD, x_TD = self.norm.beside(x_TD)
+        out_TD = self.attention(normed_TD, layout, gap_seconds_T, visible_pairs=visible_pairs)
         if self.gate is not None:
             gate_BD = 2.0 * torch.sigmoid(self.gate(context_BND.flatten(1)))
-            gate_TD = spread_over_events(gate_BD, layout)
             if x_TD.is_cuda and self.dropout.p == 0.0:
-                return torch.addcmul(x_TD, out_TD, gate_TD)  # one pass, rounded once
-            out_TD = out_TD * gate_TD
+                return gated_residual(x_TD, out_TD, gate_BD, layout.offsets_O)
+            out_TD = out_TD * spread_over_events(gate_BD, layout)
         return x_TD + self.dropout(out_TD)
 
 

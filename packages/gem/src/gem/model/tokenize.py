@@ -168,7 +168,9 @@ class FeatureTokens(nn.Module):
             )
             parts.append(torch.einsum("bnk,nkd->bnd", basis, self.bucketed))
         x_BND = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        return self.dropout(self.norm(x_BND))
+        if isinstance(self.norm, RmsNorm):  # on a GPU one pass does both
+            return self.norm(x_BND, dropout=self.dropout.p if self.training else 0.0)
+        return self.dropout(x_BND)
 
 
 class EventTokens(nn.Module):
@@ -238,6 +240,10 @@ class EventTokens(nn.Module):
             parts.append(self.columns(numbers_TD))
         if self.gap_buckets:
             parts.append(gap_basis(gap_seconds_T, self.gap_buckets))
+        if numbers_TD.is_cuda and torch.is_autocast_enabled("cuda"):
+            # As the product would cast what is joined: fewer bytes to join, and gradients of rows
+            # are widened once they have been taken apart.
+            parts = [part.to(torch.get_autocast_dtype("cuda")) for part in parts]
         joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
         return self.dropout(self.mix(joined))
 

@@ -195,6 +195,9 @@ def id_skew(data: DataSpec, table: str) -> float:
     Args:
         data: the recipe's section.
         table: its name.
+
+    Returns:
+        exponent of a Zipf law.
     """
     if data.dataset != "synthetic":
         return 0.0

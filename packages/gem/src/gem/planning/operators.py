@@ -87,7 +87,11 @@ class Passes:
         self.kept += rows * width * element if keeps_input else 0
 
     def operator(self) -> Operator:
-        """The elementwise work as one operator."""
+        """The elementwise work as one operator.
+
+        Returns:
+            bytes without FLOPs, of the kind ``elementwise``.
+        """
         return Operator("elementwise", Cost(0, self.forward), Cost(0, self.backward))
 
 
@@ -105,17 +109,6 @@ def product(flops: PassFlops, rows: int, parameters: Sequence[Parameter], elemen
     """
     moved = sum(rows * (p.rows + p.columns) + p.elements for p in parameters) * element
     return Operator("matmul", Cost(flops.forward, moved), Cost(flops.backward, 2 * moved))
-
-
-def weight_casts(parameters: Sequence[Parameter], element: int) -> Operator:
-    """Copies of weights in the format of the products, and their gradients back.
-
-    Args:
-        parameters: the weights.
-        element: bytes of an element in products.
-    """
-    moved = sum(p.elements for p in parameters) * (_WIDE + element) if element < _WIDE else 0
-    return Operator("elementwise", Cost(0, moved), Cost(0, moved))
 
 
 def _heads(own: StreamSpec, element: int) -> dict[str, int]:
@@ -141,6 +134,9 @@ def self_attention(own: StreamSpec, sizes: Sizes) -> Operator:
     Args:
         own: the stream in that layer.
         sizes: the batch.
+
+    Returns:
+        one operator, of the kind of its pattern.
     """
     heads = _heads(own, sizes.element_bytes)
     if own.pattern == "block":
@@ -168,6 +164,9 @@ def pooling_attention(spec: GemSpec, own: StreamSpec, sizes: Sizes) -> list[Oper
         spec: the model.
         own: the stream.
         sizes: the batch.
+
+    Returns:
+        one operator for each of them that the stream has.
     """
     heads, tokens = _heads(own, sizes.element_bytes), sizes.tokens
     found = [
@@ -213,6 +212,9 @@ def transformer_passes(
         own: the stream in that layer.
         sizes: the batch.
         input_is_kept: as in `interaction_passes`.
+
+    Returns:
+        bytes of a rank's batch.
     """
     e, tokens, width = sizes.element_bytes, sizes.tokens, own.width
     found = Passes()
@@ -222,7 +224,7 @@ def transformer_passes(
     if own.pattern != "block" and (own.qk_norm or own.rotary != "none"):
         heads = {"heads": own.heads, "key_heads": own.heads, "width": width // own.heads}
         heads |= {"total_tokens": tokens, "element_bytes": e}
-        found.forward += rotary_heads_cost(**heads).bytes
+        found.forward += rotary_heads_cost(**heads, copies_values=False).bytes
         found.backward += rotary_heads_backward_cost(**heads, normed=own.qk_norm).bytes
         found.add(3 * tokens * width, 0, 0, e)  # what they have become
     elif own.qk_norm:
@@ -231,12 +233,13 @@ def transformer_passes(
     found.add(tokens * width, 0, 0, e)  # the attention's output
     found.add(tokens * own.heads, 0, 0, _WIDE)  # the logsumexp
     if spec.transformer_gate:
-        # A row of the gate for each event, multiplied and added to the residual in one pass.
-        found.add(tokens * width, 5 * e, 7 * e, 2 * e)
-        found.add(tokens, 2 * 8, 8, 8)
+        # Multiplied by the gate of its history and added to the residual in one pass. Elsewhere
+        # than on a GPU a row of the gate is made and kept for each event, and counted here too.
+        found.add(tokens * width, 3 * e, 3 * e, 2 * e)
+        found.add(tokens, 0, 0, 8)
     else:
         found.add(tokens * width, 3 * e, 0)
-    found.add(tokens * width, 0, 3 * e)  # the residual
+    found.add(tokens * width, 0, e)  # gradient of the residual, added in the norm's pass
     return found
 
 
@@ -250,14 +253,16 @@ def interaction_passes(
         own: the stream.
         sizes: the batch.
         input_is_kept: whether the layer before keeps its output, which is the input of this one.
+
+    Returns:
+        bytes of a rank's batch.
     """
     e, tokens, width, examples = sizes.element_bytes, sizes.tokens, own.width, sizes.examples
     found = Passes()
-    found.row_norm(tokens, width, e, keeps_input=not input_is_kept)
     # The first norm's output is the query and is added to what the attention reads, in the pass of
-    # the second norm that also adds the residual; the pooling keeps that sum.
-    found.row_norm(tokens, width, e)
-    found.add(tokens * width, 2 * e, 6 * e, 2 * e)
+    # the second norm that also adds the residual; the pooling keeps that sum. Backward one pass
+    # reads input, output and gradient and goes through both norms.
+    found.add(tokens * width, 6 * e, 5 * e, (3 if input_is_kept else 4) * e)
     context = examples * spec.summary_tokens
     found.add(context * width, 0, e, 3 * e)
     if own.qk_norm:
@@ -269,9 +274,9 @@ def interaction_passes(
             found.row_norm(tokens * own.heads, width // own.heads, e, keeps_input=False)
     if own.summary_tokens:
         seeds = examples * own.seeds * width
-        # Pooled seeds before and after their projection; their mixture, transposed.
+        # Pooled seeds before and after their projection; their mixture.
         found.add(seeds, 0, 2 * e, 2 * e)
-        found.add(examples * own.kron_rank * own.summary_tokens * width, 3 * e, 3 * e, e)
+        found.add(examples * own.kron_rank * own.summary_tokens * width, 2 * e, 2 * e, e)
         found.add(examples * own.seeds * own.heads, 0, 0, _WIDE)
     summary = examples * (own.summary_tokens + own.target_tokens)
     found.row_norm(summary, spec.width, e)
@@ -287,13 +292,17 @@ def expert_passes(spec: ExpertsSpec, width: int, tokens: int, examples: int, e: 
         tokens: tokens that it reads.
         examples: examples of a rank.
         e: bytes of an element.
+
+    Returns:
+        bytes of a rank's batch.
     """
     found = Passes()
     rank = spec.rank
     found.add(examples * tokens * width, 2 * e, 2 * e, e)
     found.add(examples * rank * width, 0, e, e)
-    # Y and the compression are weights that are spread over the batch before they are cast.
-    found.add(examples * tokens * (rank + spec.linear_tokens), _WIDE + e, _WIDE + e, e)
+    # Y and the compression are weights that every example reads; their gradients are summed. What
+    # is kept of them is what a CPU casts for each example.
+    found.add(examples * tokens * (rank + spec.linear_tokens), 0, 2 * e, e)
     found.row_norm(examples, tokens * rank, e)
     found.add(examples * tokens * rank, 0, 0, e)
     found.add(examples * sum(spec.mlp_widths), 2 * e, 3 * e, e)
@@ -309,12 +318,15 @@ def mixture_passes(spec: GemSpec, tokens: int, examples: int, e: int) -> Passes:
         tokens: tokens that enter the layer.
         examples: examples of a rank.
         e: bytes of an element.
+
+    Returns:
+        bytes of a rank's batch.
     """
     found = Passes()
     outputs = spec.experts.fm_tokens + spec.experts.linear_tokens
     found.add(examples * outputs * spec.width, 3 * e, 3 * e)
     if spec.experts.residual and tokens != outputs:
-        found.add(examples * tokens * outputs, _WIDE + e, _WIDE + e, e)
+        found.add(examples * tokens * outputs, 0, 2 * e, e)
     found.row_norm(examples * outputs, spec.width, e)
     return found
 
@@ -327,9 +339,12 @@ def summary_passes(spec: GemSpec, tokens: int, examples: int, e: int) -> Passes:
         tokens: tokens that enter the layer.
         examples: examples of a rank.
         e: bytes of an element.
+
+    Returns:
+        bytes of a rank's batch.
     """
     found, rows = Passes(), examples * spec.summary_tokens
-    found.add(examples * tokens * spec.summary_tokens, _WIDE + e, _WIDE + e, e)
+    found.add(examples * tokens * spec.summary_tokens, 0, 2 * e, e)
     found.add(examples * tokens * spec.width, 0, 0, e)
     found.add(rows * spec.width, e, e, e)
     found.add(rows * spec.summary_hidden, 2 * e, 3 * e, e)
@@ -345,6 +360,9 @@ def event_passes(inputs: int, own: StreamSpec, tokens: int, e: int) -> Passes:
         own: the stream.
         tokens: events of all examples.
         e: bytes of an element.
+
+    Returns:
+        bytes of a rank's batch.
     """
     found = Passes()
     narrow = _WIDE + e if e < _WIDE else 0
@@ -364,6 +382,9 @@ def example_passes(columns: int, hidden: Sequence[int], examples: int, e: int) -
         hidden: widths of the layers between.
         examples: examples of a rank.
         e: bytes of an element.
+
+    Returns:
+        bytes of a rank's batch.
     """
     found = Passes()
     found.add(examples * columns, 2 * e, 2 * e, e)

@@ -34,6 +34,9 @@ def feature_parameters(spec: GemSpec, schema: BatchSchema) -> Parameters:
     Args:
         spec: the model.
         schema: the inputs that it reads.
+
+    Returns:
+        names and shapes, as the module has them.
     """
     found: list[Parameter] = []
     count, numbers, width = len(schema.ids), len(schema.numbers), spec.width
@@ -52,6 +55,9 @@ def event_inputs(spec: GemSpec, stream: StreamInput) -> int:
     Args:
         spec: the model.
         stream: its inputs.
+
+    Returns:
+        columns of the product that makes the token.
     """
     own = spec.stream_spec(stream.name)
     return len(stream.ids) * spec.embeddings.embedding_dim + len(stream.numbers) + own.gap_buckets
@@ -63,6 +69,9 @@ def event_parameters(spec: GemSpec, stream: StreamInput) -> Parameters:
     Args:
         spec: the model.
         stream: its inputs.
+
+    Returns:
+        names and shapes, as the module has them.
     """
     own, inputs = spec.stream_spec(stream.name), event_inputs(spec, stream)
     name = f"events.{module_key(stream.name)}.mix"
@@ -115,6 +124,9 @@ def layer_parameters(spec: GemSpec, schema: BatchSchema, index: int) -> Paramete
         spec: the model.
         schema: the inputs that it reads.
         index: which layer.
+
+    Returns:
+        names and shapes, as the module has them, also of what lies around the experts.
     """
     kind, name = spec.layers[index], f"layers.{index}"
     tokens = layer_tokens(spec, schema, index)
@@ -141,6 +153,9 @@ def layer_tokens(spec: GemSpec, schema: BatchSchema, index: int) -> int:
         spec: the model.
         schema: the inputs that it reads.
         index: which layer.
+
+    Returns:
+        those of the features for the first layer, of the layer before for others.
     """
     if index == 0:
         return feature_tokens(spec, schema)
@@ -154,6 +169,9 @@ def expert_inputs(spec: GemSpec, schema: BatchSchema, index: int) -> list[int]:
         spec: the model.
         schema: the inputs that it reads.
         index: which layer.
+
+    Returns:
+        one number for each expert, pooled tokens of the streams included.
     """
     tokens = layer_tokens(spec, schema, index)
     pooled = pooled_tokens(spec, streams_read(spec, schema), index)
@@ -168,6 +186,9 @@ def expert_parameters(name: str, spec: ExpertsSpec, width: int, tokens: int) -> 
         spec: sizes.
         width: width of a token.
         tokens: tokens that it reads.
+
+    Returns:
+        names and shapes, as the module has them.
     """
     rank = spec.rank
     if spec.projection == "learned":
@@ -193,6 +214,9 @@ def head_parameters(spec: GemSpec, schema: BatchSchema) -> Parameters:
     Args:
         spec: the model.
         schema: the inputs that it reads.
+
+    Returns:
+        names and shapes, as the module has them.
     """
     heads, tasks = spec.heads, len(schema.labels)
     width = head_width(spec, schema, streams_read(spec, schema))
@@ -216,6 +240,9 @@ def shortcut_parameters(spec: GemSpec, schema: BatchSchema) -> Parameters:
     Args:
         spec: the model.
         schema: the inputs that it reads.
+
+    Returns:
+        one weight; none for a model without a shortcut.
     """
     if not (spec.numbers.shortcut and schema.numbers):
         return ()

@@ -1,24 +1,27 @@
 """Rates that forecasts of recipes are made with: measured on one H200, or fitted to a results file.
 
-The shares of the attention operators are those of `results/h200/*.jsonl` for 128-wide heads. The
-others are fitted, pass by pass, to a row of `packages/gem/benchmarks/bench_step.py`: what the row's
-forward and backward take beyond attention is shared out over products and elementwise work in the
-proportion of their bytes and FLOPs.
+The shares of the attention operators are those of their benchmarks' rows for 128-wide heads. The
+others are fitted, pass by pass, to a row of a whole step: what its forward and backward passes take
+beyond attention and copies of weights is shared out over products and elementwise work, so that
+both reach the same share of their roofline.
 """
 
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from gem.config import load_recipe
 from gem.planning.tables import tables_of
 from gem.planning.work import work_of
+from gem_opkit.cost import Cost
 from gem_opkit.errors import ConfigError, GemError, refusal
 from gem_parallel.contract import Accelerator, ParallelPlan, Topology
-from gem_parallel.planning.forecast import accelerator_of, forecast, operator_ms
+from gem_parallel.planning.compute import operator_ms, weights_ms
+from gem_parallel.planning.forecast import accelerator_of, forecast
 from gem_parallel.planning.links import wire_bytes
 from gem_parallel.planning.rates import PassShare, Rates
 from gem_parallel.planning.work import Work
@@ -26,33 +29,22 @@ from gem_parallel.planning.work import Work
 _FITTED = ("matmul", "elementwise")
 # Of the bandwidth and of the matmul rate; below it a fit has gone wrong.
 _LEAST_SHARE = 0.02
+_WHOLE = PassShare(forward=1.0, backward=1.0)
 
-# Fitted on 30 November 2026 to the recipe h200 on one H200 (185.7 ms a step) and to NCCL's
-# collectives between two. The factor of an engine's tables and contention stay what they were
-# chosen as, on sharded plans of h200 when its step took 246 ms.
-DEFAULT = Rates(
-    shares={
-        "attention": PassShare(forward=0.80, backward=0.70),
-        "window": PassShare(forward=0.63, backward=0.44),
-        "block": PassShare(forward=0.60, backward=0.40),
-        "gdpa": PassShare(forward=0.68, backward=0.39),
-        "pooled": PassShare(forward=0.46, backward=0.47),
-        "matmul": PassShare(forward=0.90, backward=0.76),
-        "elementwise": PassShare(forward=1.0, backward=0.87),
-    },
-    optimizer_share=0.60,
-    table_factor=8.0,
-    engine_factor=5.0,
-    launch_us=53.0,
-    sources=(
-        "attention: results/h200, cases self_2048, self_8192_window_128, cross_2048_keys_256 and "
-        "seeds_256_keys_2048; block attention: assumed",
-        "products, elementwise work, optimizer, tables: the step of h200 on one H200",
-        "links inside a host: results/h200x2/collectives.jsonl",
-        "contention, and tables that an engine holds: sharded plans of h200 on two H200, at 246 ms "
-        "a step of one",
-    ),
+# What the forecasts of the shipped machines are made with: written by
+# packages/gem/benchmarks/plot_scaling.py from the rows under results.
+DEFAULT = Rates.model_validate_json(
+    (resources.files("gem.planning") / "rates.json").read_text(encoding="utf-8")
 )
+# Kind of attention -> benchmark and case whose rows say what share of the roofline it reaches. The
+# cases are those nearest to what the recipe h200 asks of the kind.
+ATTENTION_CASES = {
+    "attention": ("jagged_flash_attention", "self_2048_fill_.5"),
+    "window": ("jagged_flash_attention", "self_8192_window_128"),
+    "block": ("block_attention", "blocks_2048_fill_.5"),
+    "gdpa": ("generalized_attention", "cross_2048_keys_256_fast_gelu"),
+    "pooled": ("pooled_attention", "seeds_256_keys_2048"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +107,8 @@ def calibrated(
 
     Args:
         rows: of ``step.jsonl`` (the first one of one GPU counts) and of ``collectives.jsonl`` (all,
-            for the links inside a host); other rows are passed over.
+            for the links inside a host), and beside these of attention (`ATTENTION_CASES`); other
+            rows are passed over.
         topology: the machines, with an accelerator.
         rates: what stays where nothing was measured.
 
@@ -140,6 +133,7 @@ def calibrated(
     try:
         if links:
             rates, topology = _fitted_links(links, topology, rates)
+        rates = _fitted_attention(rows, topology, rates)
         if steps:
             rates = _fitted_step(steps[0], topology, rates)
         rates = Rates.model_validate(rates.model_dump())
@@ -211,21 +205,25 @@ def _fitted_step(row: Mapping[str, Any], topology: Topology, rates: Rates) -> Ra
     found = forecast(work, ParallelPlan(), alone, tables=tables, rates=rates)
     device = accelerator_of(topology)
     sections = row["sections_ms"]
-    forward = _remainder(work, device, rates, sections["forward"], 0)
-    backward = _remainder(work, device, rates, sections["backward"], 1)
     shares = dict(rates.shares)
+    reached = [
+        _reached(work, device, rates, sections[name], index)
+        for index, name in enumerate(("forward", "backward"))
+    ]
     for kind in _FITTED:
-        shares[kind] = PassShare(
-            forward=_share(shares[kind].forward / forward),
-            backward=_share(shares[kind].backward / backward),
-        )
+        shares[kind] = PassShare(forward=reached[0][kind], backward=reached[1][kind])
     optimizer = sections["optimizer"] / found.parts_ms["optimizer"]
+    factors = {
+        "table_factor": sections["tables"] / tables.local_ms if tables.local_ms else 1.0,
+    }
+    if config.parallel is not None and not config.parallel.tables_are_local:
+        factors["engine_factor"] = factors["table_factor"]
     told = f"step of {row['case']} on {row['device']}, {row.get('measured_at', 'undated')}"
     return rates.model_copy(
         update={
             "shares": shares,
             "optimizer_share": _share(rates.optimizer_share / optimizer),
-            "table_factor": sections["tables"] / tables.local_ms if tables.local_ms else 1.0,
+            **factors,
             "sources": (*rates.sources, told),
         }
     )
@@ -245,26 +243,53 @@ def _share(value: float) -> float:
     return min(1.0, value)
 
 
-def _remainder(
+def _reached(
     work: Work, device: Accelerator, rates: Rates, measured_ms: float, index: int
-) -> float:
-    """Measured over forecast time of the fitted kinds, once the others are taken away."""
-    fitted = others = 0.0
+) -> dict[str, float]:
+    """Shares of the fitted kinds, once what is known of a pass is taken away from its time."""
+    roofs = dict.fromkeys(_FITTED, 0.0)
+    plain = rates.model_copy(update={"shares": dict.fromkeys((*rates.shares, *_FITTED), _WHOLE)})
+    others = 0.0
     for unit in work.units:
+        others += weights_ms(unit, work, ParallelPlan(), device)[index]
         for op in unit.all_operators():
-            ms = operator_ms([op], device, rates)[index]
             if op.kind in _FITTED:
-                fitted += ms
+                roofs[op.kind] += operator_ms([op], device, plain)[index]
             else:
-                others += ms
-    if not others < measured_ms < math.inf:
+                others += operator_ms([op], device, rates)[index]
+    left = measured_ms - others
+    if not 0.0 < left < math.inf:
         raise ConfigError(
             refusal(
                 "gem plan",
                 "--calibrate",
-                must=f"take longer than attention alone, {others:.1f} ms",
+                must=f"take longer than attention and copies of weights, {others:.1f} ms",
                 got=f"{measured_ms:.1f} ms",
                 fix="check that the row's recipe and settings are those of this version",
             )
         )
-    return (measured_ms - others) / fitted
+    # One share for both kinds: nothing says which of them is the slower one.
+    return dict.fromkeys(_FITTED, _share(sum(roofs.values()) / left))
+
+
+def _fitted_attention(rows: Sequence[Mapping[str, Any]], topology: Topology, rates: Rates) -> Rates:
+    """Take the shares of attention kinds from the rows of their cases, where these are there."""
+    device = accelerator_of(topology)
+    shares, told = dict(rates.shares), list(rates.sources)
+    for kind, (bench, case) in ATTENTION_CASES.items():
+        found = [
+            next((r for r in rows if (r.get("bench"), r.get("case")) == (bench, wanted)), None)
+            for wanted in (f"{case}_forward", f"{case}_backward")
+        ]
+        passes: list[float] = []
+        for row in found:
+            if row is not None:
+                cost = Cost(row["flops"], row["bytes"])
+                roof = cost.roofline_ms(
+                    device.matmul_tflops * 1e12, device.memory_gbytes_per_s * 1e9
+                )
+                passes.append(_share(roof / row["ms"]))
+        if len(passes) == 2:
+            shares[kind] = PassShare(forward=passes[0], backward=passes[1])
+            told.append(f"{kind}: {bench}, {case}")
+    return rates.model_copy(update={"shares": shares, "sources": tuple(told)})

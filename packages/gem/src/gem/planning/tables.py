@@ -2,15 +2,23 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from gem.config import RunConfig
 from gem.data.schema import BatchSchema, IdInput
 from gem.model.spec import GemSpec
 from gem.model.structure import reduce_schema, streams_read
+from gem.planning.chosen import names_a_plan
 from gem.planning.lengths import LengthLaw, id_laws, id_skew, length_laws
 from gem.planning.schema import declared_schema
-from gem_embeddings.contract import LookupSpec, OptimizerSpec, TableLoad, TableSpec
+from gem_embeddings.contract import (
+    ROW_BYTES,
+    LookupSpec,
+    OptimizerSpec,
+    RowDtype,
+    TableLoad,
+    TableSpec,
+)
 from gem_embeddings.plan import explain_tables, place_tables
 from gem_embeddings.planning.explain import Explanation
 from gem_embeddings.planning.spec import PlanningSpec, TableRates
@@ -51,6 +59,8 @@ class TablesOf:
         examples: examples of a rank.
         replicas: what copies of a part exchange after a step: rows, of which the mean is kept, or
             the gradients of rows.
+        wire_dtype: format in which vectors and their gradients travel, where an engine holds them.
+        in_engine: whether an engine holds tables that no plan cuts, too.
     """
 
     specs: tuple[TableSpec, ...]
@@ -59,6 +69,8 @@ class TablesOf:
     optimizer: OptimizerSpec
     examples: int
     replicas: Literal["weights", "gradients"] = "weights"
+    wire_dtype: RowDtype = "fp32"
+    in_engine: bool = False
 
     def step(
         self, plan: ParallelPlan, topology: Topology, *, memory_gib: float | None = None
@@ -165,8 +177,19 @@ def tables_of(
         loads=tuple(loads),
         optimizer=config.train.tables,
         examples=config.train.batch_examples if examples is None else examples,
-        replicas="weights" if config.parallel is None else config.parallel.table_replicas,
+        **_exchanged(config),
     )
+
+
+def _exchanged(config: RunConfig) -> dict[str, Any]:
+    """What ranks send of tables: as the recipe says, but copies average where it names no plan."""
+    own = config.parallel
+    if own is None:
+        return {}
+    said = names_a_plan(config) or "table_replicas" in own.model_fields_set
+    replicas = own.table_replicas if said else "weights"
+    engine = own.table_engine not in (None, "local")
+    return {"replicas": replicas, "wire_dtype": own.table_wire_dtype, "in_engine": engine}
 
 
 def _effective(topology: Topology) -> Topology:
@@ -193,6 +216,7 @@ def _planning(
         table_shard=shard,
         table_replicate=replicate,
         fully_sharded=fully and replicate > 1,
+        wire_dtype=tables.wire_dtype,
         rates=TableRates(memory_gbytes_per_s=bandwidth),
     )
 
@@ -238,7 +262,8 @@ def _merged(tables: TablesOf, explanation: Explanation) -> TableTraffic:
     """Gradients of a rank's rows, merged over its group, which all copies of its part hear."""
     widths = {spec.name: spec.embedding_dim for spec in tables.specs}
     asked = explanation.solution.traffic
-    group = sum(asked[name].group_unique * (8 + 4 * widths[name]) for name in widths)
+    size = ROW_BYTES[tables.wire_dtype]
+    group = sum(asked[name].group_unique * (8 + size * widths[name]) for name in widths)
     given = group / explanation.plan.table_shard
     return TableTraffic("gradients of rows", "table_replicate", "all_gather", given)
 
@@ -282,8 +307,10 @@ def _local(tables: TablesOf, ranks: int, topology: Topology) -> TableStep:
     if ranks > 1:
         widths = {spec.name: spec.embedding_dim for spec in tables.specs}
         unique = {name: asked.unique for name, asked in explanation.solution.traffic.items()}
-        given = sum(unique[name] * (8 + 4 * widths[name]) for name in unique)
-        traffic = (TableTraffic("gradients of rows", "world", "all_gather", given),)
+        size = ROW_BYTES[tables.wire_dtype] if tables.in_engine else 4
+        given = sum(unique[name] * (8 + size * widths[name]) for name in unique)
+        axis = "table_replicate" if tables.in_engine else "world"
+        traffic = (TableTraffic("gradients of rows", axis, "all_gather", given),)
         # Every rank moves the rows that all ranks have hit, instead of its own.
         heard += _update_ms(given * (ranks - 1), topology)
     return TableStep(

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from gem.config import RunConfig
 from gem.data.schema import BatchSchema
-from gem.model.flops import PassFlops, experts_flops, total_flops, training_flops
+from gem.model.flops import PassFlops, experts_flops, training_flops
 from gem.model.spec import GemSpec
 from gem.model.structure import head_width, module_key, reduce_schema, streams_read, takes_part
 from gem.planning.lengths import LengthLaw, id_laws, length_laws
@@ -26,7 +26,6 @@ from gem.planning.operators import (
     self_attention,
     summary_passes,
     transformer_passes,
-    weight_casts,
 )
 from gem.planning.parameters import (
     event_inputs,
@@ -40,12 +39,11 @@ from gem.planning.parameters import (
     shortcut_parameters,
 )
 from gem.planning.schema import declared_schema
+from gem.planning.spread import slowest_of, spread_of
 from gem_opkit.errors import UnsupportedError, refusal
 from gem_parallel.planning.work import Expert, Operator, Parameter, Unit, Work
 
 _BYTES = {"fp32": 4, "bf16_autocast": 2}
-# Histories that stand for the law when the spread of a rank's work is computed.
-_SPREAD_LENGTHS = 64
 _ID_BYTES, _WIDE = 8, 4
 
 
@@ -109,7 +107,8 @@ def work_of(
         tokens=tokens,
         compute_bytes=element,
         input_bytes=round(given * _ID_BYTES),
-        spread=_spread(spec, whole, laws) / math.sqrt(examples),
+        spread=spread_of(spec, whole, laws) / math.sqrt(examples),
+        slowest=slowest_of(config, whole, laws, examples),
         # Vectors, beside their copy in the tokens' input.
         table_copy_bytes=2 * vectors * spec.embeddings.embedding_dim * _WIDE,
         # Gradients of a layer's input and of what it made of that.
@@ -177,7 +176,7 @@ def _units(
         parameters = event_parameters(spec, stream)
         units.append(_plain_unit(name, parameters, flops[name], tokens, passes, element))
     for index in range(len(spec.layers)):
-        units.append(_layer(spec, schema, sizes, flops, index, examples, element))
+        units += _layer(spec, schema, sizes, flops, index, examples, element)
     width = head_width(spec, schema, streams_read(spec, schema))
     hidden = (*spec.heads.trunk_widths, *spec.heads.task_widths * len(schema.labels))
     passes = example_passes(width, hidden, examples, element)
@@ -203,7 +202,6 @@ def _plain_unit(
         parameters=tuple(parameters),
         operators=(
             product(flops, rows, parameters, element),
-            weight_casts(parameters, element),
             passes.operator(),
         ),
         kept_bytes=passes.kept,
@@ -218,12 +216,15 @@ def _layer(
     index: int,
     examples: int,
     element: int,
-) -> Unit:
+) -> list[Unit]:
+    """Summary and streams of a layer, and the experts behind them: two units, as in the trainer."""
     name, kind = f"layers.{index}", spec.layers[index]
     tokens = layer_tokens(spec, schema, index)
-    parameters = layer_parameters(spec, schema, index)
+    everything = layer_parameters(spec, schema, index)
+    around = [p for p in everything if p.name.startswith(f"{name}.experts.")]
+    parameters = [p for p in everything if p not in around]
     streams = [s for s in streams_read(spec, schema) if takes_part(spec, s.name, index)]
-    operators: list[Operator] = [weight_casts(parameters, element)]
+    operators: list[Operator] = []
     kept = 0
 
     def take(passes: Passes) -> None:
@@ -256,23 +257,43 @@ def _layer(
         )
         rest = PassFlops(flops[at].forward - counted.forward, flops[at].backward - counted.backward)
         # Of all weights those that read every event; the others read a few rows an example.
-        over_events = [p for p in of(at) if p.columns == own.width and "pool.q" not in p.name]
+        ends = (".attention.qkv.weight", ".attention.out.weight", "pool.kv.weight")
+        over_events = [p for p in of(at) if p.name.endswith(ends)]
         operators.append(product(rest, size.tokens, over_events, element))
-    take(mixture_passes(spec, tokens, examples, element))
-    experts = _experts(spec, schema, index, flops[f"{name}.experts"], examples, element)
-    shared = flops[f"{name}.experts"]
+    before = Unit(
+        name=name, parameters=tuple(parameters), operators=tuple(operators), kept_bytes=kept
+    )
+    return [before, _mixture(spec, schema, flops, index, examples, element, around)]
+
+
+def _mixture(
+    spec: GemSpec,
+    schema: BatchSchema,
+    flops: Mapping[str, PassFlops],
+    index: int,
+    examples: int,
+    element: int,
+    around: Sequence[Parameter],
+) -> Unit:
+    """The experts of a layer, with their shortcut and norm."""
+    name = f"layers.{index}.experts"
+    passes = mixture_passes(spec, layer_tokens(spec, schema, index), examples, element)
+    experts = _experts(spec, schema, index, flops[name], examples, element)
+    shared = flops[name]
     for expert in experts:
         own_flops = next(op for op in expert.operators if op.kind == "matmul")
         shared = PassFlops(
             shared.forward - own_flops.forward.flops, shared.backward - own_flops.backward.flops
         )
-    operators.append(product(shared, examples, (), element))
     outputs = spec.experts.fm_tokens + spec.experts.linear_tokens
     return Unit(
         name=name,
-        parameters=parameters,
-        operators=tuple(operators),
-        kept_bytes=kept,
+        parameters=tuple(around),
+        operators=(
+            passes.operator(),
+            product(shared, examples, (), element),
+        ),
+        kept_bytes=passes.kept,
         experts=experts,
         output_bytes=examples * outputs * spec.width * element,
     )
@@ -301,7 +322,6 @@ def _experts(
                         [p for p in parameters if ".mlp." in p.name],
                         element,
                     ),
-                    weight_casts(parameters, element),
                     passes.operator(),
                 ),
                 kept_bytes=passes.kept,
@@ -318,38 +338,9 @@ def expert_flops(spec: GemSpec, tokens: int, examples: int) -> PassFlops:
         spec: the model.
         tokens: tokens that it reads.
         examples: examples of a rank.
+
+    Returns:
+        FLOPs forward and backward.
     """
     alone = spec.experts.model_copy(update={"count": 1, "partition": "all", "residual": False})
     return experts_flops(alone, spec.width, examples, tokens=tokens, summary_tokens=0)
-
-
-def _spread(spec: GemSpec, schema: BatchSchema, laws: Mapping[str, LengthLaw]) -> float:
-    """Standard deviation over mean of the FLOPs of an example, streams independent."""
-    streams = streams_read(spec, reduce_schema(schema, spec.leave_out))
-    if not streams:
-        return 0.0
-    longest = {
-        s.name: min(s.max_events, spec.stream_spec(s.name).max_events or s.max_events)
-        for s in streams
-    }
-    drawn = {s.name: laws[s.name].quantiles(_SPREAD_LENGTHS, most=longest[s.name]) for s in streams}
-    middle = {name: lengths[_SPREAD_LENGTHS // 2] for name, lengths in drawn.items()}
-    variance = mean = 0.0
-    for name, lengths in drawn.items():
-        costs = [
-            float(
-                total_flops(
-                    training_flops(
-                        spec,
-                        schema,
-                        examples=1,
-                        lengths={n: [m] for n, m in {**middle, name: length}.items()},
-                    ).values()
-                ).total
-            )
-            for length in lengths
-        ]
-        average = sum(costs) / len(costs)
-        variance += sum((cost - average) ** 2 for cost in costs) / len(costs)
-        mean = max(mean, average)
-    return math.sqrt(variance) / mean if mean else 0.0

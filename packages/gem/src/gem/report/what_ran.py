@@ -151,6 +151,8 @@ def _training_facts(run: RunRecord) -> list[Fact]:
             found.append((name, f"{kind}, learning rate {lr:.3g}"))
     found += _faults_and_stop(run)
     found.append(("number format", str(pick(run.config, "precision", "default") or "fp32")))
+    if (products := pick(run.config, "precision", "recipe")) is not None:
+        found.append(("products of linear layers", str(products)))
     plan = table(run.config.get("parallel"))
     sizes = ", ".join(f"{axis} {value}" for axis, value in plan.items())
     found.append(("parallel plan", sizes or "every rank holds a copy of everything"))

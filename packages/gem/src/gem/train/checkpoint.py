@@ -194,6 +194,13 @@ def check_continues(manifest: Mapping[str, Any], config: RunConfig, dataset: str
     """
     saved = _saved_config(manifest)
     keys = config.differences(saved, ignored=RESUMABLE_KEYS)
+    # The one choice of a plan that decides what is learned; without a plan gradients are merged.
+    here, there = (
+        "gradients" if one.parallel is None else one.parallel.table_replicas
+        for one in (config, saved)
+    )
+    if here != there:
+        keys.append(f"parallel.table_replicas: {here!r} here, {there!r} there")
     if keys:
         raise ConfigError(
             refusal(

@@ -165,6 +165,19 @@ def is_finite(loss: Tensor, parameters: Sequence[Tensor]) -> Tensor:
     return all_finite([loss, *values], largest=_LARGEST)
 
 
+def norms_are_finite(norms: Sequence[Tensor]) -> Tensor:
+    """Whether gradients and their squares are finite, by their L2 norms. Waits for no device.
+
+    Args:
+        norms: fp32 scalars on one device, at least one. No element of a gradient is above its norm.
+
+    Returns:
+        A bool scalar.
+    """
+    found = torch.stack(list(norms))
+    return (torch.isfinite(found) & (found <= _LARGEST)).all()
+
+
 def all_finite(tensors: Sequence[Tensor], *, largest: float = math.inf) -> Tensor:
     """Whether every element of some tensors is finite. Waits for no device.
 

@@ -17,6 +17,7 @@ from gem.model.flops import batch_flops
 from gem.train.evaluate import merge_ranks
 from gem.train.guard import Fault, nonfinite_gradients, nonfinite_loss, write_batch
 from gem.train.progress import StepBar
+from gem.train.rank_times import RankRows
 from gem.train.run import Run, reduced_counters
 from gem.train.run_log import RunLog
 from gem.train.step import Scored
@@ -40,7 +41,8 @@ class LogRows:
         self.log = log
         self._peak = device_peak(device_name(run.world.device)).flops_per_s
         self._flops = reduced_counters(run.state.counters, run.world)["flops"]
-        self._seconds = 0.0
+        self._seconds = self._data_s = self._since_s = 0.0
+        self._ranks = RankRows(run.step.model, run.world, run.spec.straggler)
 
     def write(self, run: Run, bar: StepBar) -> None:
         """Write a row for the steps since the last one. Every rank has to call this.
@@ -75,6 +77,7 @@ class LogRows:
             "tables": counts_by_table(state.model, counters),
             "time_frac": run.clock.fractions(),
         }
+        row |= self._compared(run, seconds)
         # What a checkpoint held of them is with the first rank alone.
         state.counters |= {"loss": 0.0, "loss_steps": 0.0}
         self.log.write(row)
@@ -84,6 +87,16 @@ class LogRows:
             NE=next(iter(window.values()))["ne"],
             examples_per_s=speed,
         )
+
+    def _compared(self, run: Run, seconds: float) -> dict[str, Any]:
+        """How even the work of ranks was since the last row, and which of them are slow."""
+        data_s = run.clock.seconds["data"]
+        data_ms, step_ms = 1e3 * (data_s - self._data_s), 1e3 * (seconds - self._since_s)
+        self._data_s, self._since_s = data_s, seconds
+        found = self._ranks.row(run.works, data_ms, step_ms)
+        for line in self._ranks.news(found.get("stragglers", ())):
+            run.display.stage(line)
+        return found
 
     def _efficiency(self, run: Run, flops: float, seconds: float) -> dict[str, float | None]:
         """Model FLOPs of the steps since the last row over their time, evaluations left out."""
@@ -158,6 +171,7 @@ def flush(run: Run) -> None:
             fault = fault or _too_late(run, step, batch, loss)
             continue
         flops = batch_flops(run.config.model, run.reader.schema, batch).total
+        run.works.add(batch, flops)
         taken = scored.fault is None
         # One rank counts the steps: their sum has to mean the same on any number of ranks.
         counted = int(taken and run.world.is_first)
@@ -217,7 +231,11 @@ def keep_batch(run: Run, step: int, batch: ExampleBatch, fault: Fault) -> str:
         Words that name the file and the rows.
     """
     rows = batch.row_B
-    which = f"rows {int(rows[0])} to {int(rows[-1])} of the log" if len(rows) else "no rows"
+    which = "no rows"
+    if len(rows):
+        low, high = int(rows.min()), int(rows.max())
+        among = "" if high - low + 1 == len(rows) else f"{len(rows)} of "
+        which = f"{among}rows {low} to {high} of the log"
     try:
         path = write_batch(run.folder, batch, step=step, rank=run.world.rank, fault=fault)
     except (OSError, RuntimeError) as refusal_of_disk:  # no reason to lose the run

@@ -202,6 +202,8 @@ def _one_step(run: Run, batch: ExampleBatch, saver: Saver) -> None:
     # the chance to keep the interpreter for a while.
     there = batch.labels_BA.device == device
     scored = run.step(batch if there else batch.to(device, non_blocking=True), state.step)
+    if news := run.step.memory.news():
+        run.display.stage(news)
     if scored.fault is not None:
         _not_taken(run, batch, scored, saver)
     state.step += 1

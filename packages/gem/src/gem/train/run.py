@@ -16,6 +16,7 @@ from gem.data.loader import Prefetcher
 from gem.data.prepare import default_folder, notice, provide
 from gem.data.reader import Reader, open_reader
 from gem.model.build import build_model, model_tables
+from gem.train.balance import check_balance, step_balance
 from gem.train.checkpoint import (
     DAMAGED,
     TrainState,
@@ -35,6 +36,7 @@ from gem.train.loop_state import LoopState
 from gem.train.metrics import MetricBlock, MetricStream
 from gem.train.progress import Display
 from gem.train.rank_group import RankGroup
+from gem.train.rank_times import StepWorks
 from gem.train.run_folder import CHECKPOINTS
 from gem.train.spec import ParallelSpec, TrainSpec
 from gem.train.step import Scored, TrainStep, plan_of
@@ -72,6 +74,7 @@ class Run:
         tokens_here: their history events.
         held_out: split -> metric state, once it has been evaluated.
         stop: what asks for an early end; None where nothing does.
+        works: of this rank in the steps that the log has no row of yet.
     """
 
     config: RunConfig
@@ -89,6 +92,7 @@ class Run:
     tokens_here: int = 0
     held_out: dict[str, MetricBlock] = field(default_factory=dict)
     stop: StopRequest | None = None
+    works: StepWorks = field(default_factory=StepWorks)
 
     @property
     def spec(self) -> TrainSpec:
@@ -195,6 +199,7 @@ def build_run(
     schema = reader.schema
     torch.manual_seed(config.seed)
     plan = plan_of(config, world)
+    reader.balance = step_balance(config, plan, schema, world.size)
     own_rows = plan.tables_are_local
     model = build_model(config.model, schema, seed=config.seed, with_rows=own_rows)
     shard_tables(config, plan, model, schema, world)
@@ -215,6 +220,9 @@ def build_run(
         f"{len(schema.ids) + len(schema.numbers)} inputs, "
         f"{len(schema.streams)} stream{'' if len(schema.streams) == 1 else 's'}"
     )
+    low = step.low_precision
+    if low.formats or low.kept:
+        display.stage(f"precision: {low.told()}")
     if world.size > 1 or config.parallel is not None:
         display.stage(f"plan: {_told(plan, step)}")
     window = MetricStream(schema.labels, schema.domains, spec.window_steps // spec.log_every_steps)
@@ -245,6 +253,8 @@ def build_run(
 def _told(plan: ParallelSpec, step: TrainStep) -> str:
     """A plan in one line, with the way in which tables are cut."""
     dense = ", ".join(f"{axis} {getattr(plan, axis)}" for axis in DENSE_AXES)
+    if plan.balance != "off":
+        dense += f"; work balanced ({plan.balance}, base batches of {plan.base_batch})"
     if step.engine is None:
         return f"{dense}; every rank holds all tables"
     cuts = Counter(placement.sharding for placement in step.engine.plan.placements)
@@ -258,6 +268,7 @@ def _check_built(config: RunConfig, world: World) -> None:
     if config.train.wandb is not None:
         check_wandb()
     check_built(plan_of(config, world))
+    check_balance(config, plan_of(config, world), world.size)
     kinds = config.precision.layer_formats
     keys: dict[str, NumberFormat] = {"default": config.precision.default}
     keys |= {f"layer_formats.{kind}": wanted for kind, wanted in kinds.items()}

@@ -6,9 +6,11 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from gem_embeddings.contract import OptimizerSpec, Sharding
+from gem.train.straggler_spec import StragglerSpec
+from gem_embeddings.contract import OptimizerSpec, RowDtype, Sharding
 from gem_opkit.contract import Contract
-from gem_opkit.errors import ConfigError, refusal
+from gem_opkit.errors import ConfigError, UnsupportedError, refusal
+from gem_parallel.balance.contract import Variant
 from gem_parallel.contract import ParallelPlan
 
 
@@ -151,6 +153,11 @@ class TrainSpec(Contract):
     deterministic: bool = Field(
         default=True, description="only operators that give the same bits every time"
     )
+    compile: Literal["off", "aot_eager", "inductor"] = Field(
+        default="off",
+        description="torch.compile of summaries, experts and heads, one graph each: inductor "
+        "generates code, aot_eager traces alone",
+    )
     prefetch_batches: int = Field(
         default=4, ge=0, description="batches that a thread reads ahead; 0: no thread"
     )
@@ -186,6 +193,9 @@ class TrainSpec(Contract):
     )
     guard: GuardSpec = Field(
         default=GuardSpec(), description="loss or gradients that are no numbers, and jumps"
+    )
+    straggler: StragglerSpec = Field(
+        default=StragglerSpec(), description="ranks that the log names for being slow"
     )
     interim: InterimSpec = Field(
         default=InterimSpec(), description="evaluation while training, and early stop"
@@ -223,6 +233,23 @@ class TrainSpec(Contract):
         return self
 
 
+class MemorySpec(Contract):
+    """What the backward pass may find in memory: the recipe's ``[memory]``."""
+
+    budget_gib: float | None = Field(
+        default=None,
+        gt=0,
+        le=1e6,
+        description="GiB a rank for activations, at any moment of a step; what does not fit is "
+        "made again in the backward pass, where that takes least time; none: all is kept",
+    )
+    kept: Literal["as_is", "fp8", "fp4"] = Field(
+        default="as_is",
+        description="format in which large activations are kept for the backward pass; the "
+        "forward pass reads them as they are",
+    )
+
+
 class ParallelSpec(ParallelPlan):
     """A plan of ranks, and how the tables of a run follow it: the recipe's ``[parallel]``.
 
@@ -232,14 +259,19 @@ class ParallelSpec(ParallelPlan):
 
     table_engine: Literal["local", "torch", "torchrec"] | None = Field(
         default=None,
-        description="what holds the tables: local, every rank all of them; torch or torchrec, the "
-        "engine of that name; none: local where table_shard is 1 and they are not fully sharded, "
-        "else torch",
+        description="what holds the tables: local, every rank all of them; torch, an engine that "
+        "shards them; none: local where table_shard is 1 and they are not fully sharded, else "
+        "torch. torchrec is refused: its rows move before a step is judged",
     )
     table_replicas: Literal["gradients", "weights"] = Field(
         default="gradients",
         description="what copies of a table part exchange after a step: the gradients of rows, "
         "which gives what one process would learn; or all rows, of which the mean is kept",
+    )
+    table_wire_dtype: RowDtype = Field(
+        default="fp32",
+        description="format in which vectors of tables and their gradients travel between ranks, "
+        "where an engine holds the tables; rows and sums stay what they are",
     )
     table_memory_gib: float | None = Field(
         default=None,
@@ -248,6 +280,29 @@ class ParallelSpec(ParallelPlan):
     )
     table_sharding: dict[str, tuple[Sharding, ...]] = Field(
         default={}, description="table -> the ways in which it may be cut; others may take any"
+    )
+    balance: Variant = Field(
+        default="off",
+        description="base batches of a step that are dealt so that work is even: local, over the "
+        "micro-batches of a rank; within_group, over neighbouring ranks; group, over these and "
+        "then over all; global, over all ranks",
+    )
+    base_batch: int = Field(
+        default=128, gt=0, description="most consecutive examples that are dealt together"
+    )
+    balance_group: int = Field(
+        default=8, gt=0, description="ranks of a group of balance, such as those of a host"
+    )
+    gathers: Literal["nccl", "copy_engine", "measured"] = Field(
+        default="nccl",
+        description="how cut parameters are gathered: nccl; copy_engine, by the copy engines of "
+        "one host's GPUs from 4 MiB a rank on, refused elsewhere; measured, by these from the size "
+        "on from which they are faster, timed at the start, and by NCCL where there are none",
+    )
+    overlap_sides: bool = Field(
+        default=False,
+        description="in transformer layers run the experts on a CUDA stream beside the event "
+        "streams; for plans that neither shard nor spread experts",
     )
     follow_ranks: bool = Field(
         default=False,
@@ -281,6 +336,21 @@ class ParallelSpec(ParallelPlan):
                     must=f"be an engine, as parallel.{cut} is {getattr(self, cut)}",
                     got='"local", which keeps all tables on every rank',
                     fix='leave it out, or take "torch"',
+                )
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sides_are_whole(self) -> Self:
+        if self.overlap_sides and (self.shard > 1 or self.expert > 1):
+            raise UnsupportedError(
+                refusal(
+                    "recipe",
+                    "parallel.overlap_sides",
+                    must="be false where dense parameters are gathered: their memory is given back "
+                    "without waiting for a second stream",
+                    got=f"true with parallel.shard={self.shard}, parallel.expert={self.expert}",
+                    fix="leave it out, or give the ranks to parallel.replicate",
                 )
             )
         return self
@@ -372,6 +442,8 @@ RESUMABLE_KEYS = frozenset(
         "train.wandb.project",
         "train.wandb.entity",
         "train.wandb.mode",
+        "train.straggler",
+        "memory.budget_gib",
         "model.embeddings.initial_rows",
         "parallel",
     }

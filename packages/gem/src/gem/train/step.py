@@ -9,36 +9,39 @@ uneven the slices.
 """
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from gem.config import RunConfig
 from gem.data.batch import ExampleBatch
-from gem.data.names import nearest
 from gem.data.schema import BatchSchema
-from gem.model.build import dense_units, expert_mixtures
+from gem.memory.limit import MemoryLimit
+from gem.model.build import dense_units, expert_mixtures, late_layers, overlap_sides
 from gem.model.heads import known_weight, multi_task_loss
 from gem.model.sharded_tables import ShardedTables
 from gem.model.structure import loss_weights
 from gem.train.clock import StepClock
-from gem.train.guard import Fault, Guard, is_finite
+from gem.train.compiled import compile_regions
+from gem.train.dense_adam import DenseAdam, WorkingWeights, dense_optimizer
+from gem.train.guard import Fault, Guard, is_finite, norms_are_finite
 from gem.train.local_tensors import local_part, local_parts, put_parameters_back
 from gem.train.micro_batches import micro_batches
 from gem.train.spec import ParallelSpec, TrainSpec, schedule_factor
 from gem.train.table_engine import shard_tables
 from gem_embeddings.optimizer import merge_sparse_gradients, table_optimizer
 from gem_embeddings.tables import EmbeddingTables
-from gem_opkit.errors import ConfigError, refusal
 from gem_parallel.collectives import all_reduce_sum
+from gem_parallel.copy_engine.units import gather_by_copy_engines
 from gem_parallel.dense import parallelise
 from gem_parallel.launch import World
 from gem_precision.layers import apply_recipe
+from gem_precision.recipes import convert_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,9 @@ class TrainStep:
         self.total_steps = total_steps
         self.task_weights = loss_weights(config.model, schema)
         self.precision = apply_recipe(config.precision, world.device.type)
+        self.low_precision = convert_layers(
+            model, config.precision, device=world.device, escapes=late_layers(model)
+        )
         self.plan = plan_of(config, world)
         shard_tables(config, self.plan, model, schema, world)
         self.lookups = lookups = cast(
@@ -105,6 +111,10 @@ class TrainStep:
         tables = {id(p) for p in self.table_parameters}
         # Of the whole model: afterwards a rank may have a part of the experts.
         self.sizes = {n: p.numel() for n, p in model.named_parameters() if id(p) not in tables}
+        if self.plan.overlap_sides:
+            overlap_sides(model, world.device)
+        if self.spec.compile != "off":
+            compile_regions(model, self.plan, self.spec.compile)
         self.parallel = parallelise(
             model,
             self.plan,
@@ -114,6 +124,8 @@ class TrainStep:
             ignored=self.table_parameters,
         )
         self.wrapped = self.parallel.module
+        gather_by_copy_engines(self.wrapped, world.device, way=self.plan.gathers)
+        self.memory = MemoryLimit(config, schema, model, world)
         # Of heads, whose logits are a view. Nothing here writes into what a module gives back.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
         self.dense = {n: p for n, p in model.named_parameters() if id(p) not in tables}
@@ -126,6 +138,9 @@ class TrainStep:
             name: [group["lr"] for group in optimizer.param_groups]
             for name, optimizer in self.optimizers.items()
         }
+        self.working = self._working_weights(config)
+        # Whole gradients on every rank: their norms are the model's.
+        self._whole = world.size == 1 or isinstance(self.wrapped, DistributedDataParallel)
         self.ema: dict[str, Tensor] = {}
         if self.spec.ema_decay is not None:
             self.ema = {name: p.detach().clone() for name, p in self.dense.items()}
@@ -151,7 +166,7 @@ class TrainStep:
         if self.world.size > 1:
             merge_sparse_gradients(self.table_parameters, self.world)
         self.clock.mark("optimizer")
-        finite = is_finite(loss, [*self.dense.values(), *self.table_parameters])
+        finite, norms = self._finite(loss)
         if self.engine is not None:
             finite = finite & self.engine.held_finite()
         p_BA = probabilities(logits)
@@ -164,9 +179,37 @@ class TrainStep:
                     self.engine.discard()
                 self.clock.mark("other")
                 return Scored(p_BA, loss, finite, fault)
-        grad_norm = self._update(step)
+        grad_norm = self._update(step, norms)
         self.clock.mark("other")
         return Scored(p_BA, loss, finite, grad_norm=grad_norm)
+
+    def _working_weights(self, config: RunConfig) -> WorkingWeights | None:
+        """bf16 weights for the forward pass, where a step uses every weight once on one GPU."""
+        if (
+            self.world.size > 1
+            or self.world.device.type != "cuda"
+            or config.precision.formats() != ("bf16_autocast",)
+            or self.spec.accumulation_parts > 1  # gradients would add up in bf16
+            # Nothing traces a weight whose gradient has another format, as evaluations would.
+            or self.spec.compile != "off"
+        ):
+            return None
+        working = WorkingWeights(self.model)
+        cast(DenseAdam, self.optimizers["dense"]).copies = working.copies
+        return working
+
+    def _finite(self, loss: Tensor) -> tuple[Tensor, list[Tensor] | None]:
+        """Whether all is finite; norms of dense gradients, where one pass tells both."""
+        if not (self._whole and isinstance(self.optimizers["dense"], DenseAdam)):
+            return is_finite(loss, [*self.dense.values(), *self.table_parameters]), None
+        norms: list[Tensor] = []
+        for dtype in (torch.float32, torch.bfloat16):
+            gradients = [
+                g for g in self.parallel.local_gradients() if g.dtype == dtype and g.numel()
+            ]
+            if gradients:
+                norms += torch._foreach_norm(gradients, 2.0, dtype=torch.float32)
+        return is_finite(loss, self.table_parameters) & norms_are_finite(norms), norms
 
     def _gradients(self, batch: ExampleBatch) -> tuple[Tensor, Tensor]:
         """Logits and loss of a batch, run in parts whose gradients add up."""
@@ -179,10 +222,15 @@ class TrainStep:
         parts = self.spec.accumulation_parts
         for place, part in enumerate(micro_batches(batch, parts), start=1):
             self.clock.mark("forward")
+            self.memory.prepare(self.model, part, count_weights=self.working is None)
             # Ranks exchange gradients in the last part alone: they hold the sum by then.
             with self.parallel.no_sync() if place < parts else nullcontext():
                 with self.precision():
-                    logits_BA = self.wrapped(part)
+                    logits_BA = (
+                        self.wrapped(part)
+                        if self.working is None
+                        else self.working.forward(self.wrapped, part)
+                    )
                 # Divided by the weights of the whole batch: the parts' losses add up to its loss.
                 loss = multi_task_loss(logits_BA, part, self.task_weights, known_A=known_A)
                 self.clock.mark("backward")
@@ -190,11 +238,13 @@ class TrainStep:
                 (loss * self.world.size).backward()
             logits.append(logits_BA.detach())
             losses.append(loss.detach())
+        if self.working is not None:
+            self.working.hand_over()
         if parts == 1:
             return logits[0], losses[0]
         return torch.cat(logits), torch.stack(losses).sum()
 
-    def _update(self, step: int) -> Tensor | None:
+    def _update(self, step: int, norms: list[Tensor] | None) -> Tensor | None:
         self.clock.mark("tables")
         self.set_rates(step)
         if "tables" in self.optimizers:
@@ -203,12 +253,24 @@ class TrainStep:
             self.engine.apply()
             self.engine.sync()
         self.clock.mark("optimizer")
+        dense, clip = self.optimizers["dense"], self.spec.clip_norm
         norm: Tensor | None = None
-        if self.spec.clip_norm is not None:
-            norm = self.parallel.clip_(self.spec.clip_norm)
-        elif (step + 1) % self.spec.log_every_steps == 0 or step + 1 == self.total_steps:
-            norm = self.parallel.grad_norm()
-        self.optimizers["dense"].step()
+        if clip is not None and not isinstance(dense, DenseAdam):
+            norm = self.parallel.clip_(clip)
+        elif (
+            clip is not None
+            or (step + 1) % self.spec.log_every_steps == 0
+            or step + 1 == self.total_steps
+        ):
+            norm = (
+                torch.linalg.vector_norm(torch.stack(norms)) if norms else self.parallel.grad_norm()
+            )
+        if isinstance(dense, DenseAdam) and norm is not None and clip is not None:
+            # As torch clips, but in the pass that reads the gradients anyway.
+            dense.factor = (clip / (norm + 1e-6)).clamp(max=1.0)
+        dense.step()
+        if self.working is not None:
+            self.working.note_step()
         if self.ema:
             self._average(step)
         return norm
@@ -265,70 +327,23 @@ def plan_of(config: RunConfig, world: World) -> ParallelSpec:
         config: the run; without a plan, every rank holds a copy of everything.
         world: the ranks.
 
+    Returns:
+        the plan. On one GPU, where it names no engine, an engine holds tables whose rows are drawn
+        by their place: it looks up and moves the rows of all tables in one launch each, and lets no
+        step wait for the device.
+
     Raises:
         ConfigError: the plan is for another number of ranks.
     """
     if config.parallel is None:
-        return ParallelSpec(replicate=world.size)
-    return config.parallel.on_ranks(world.size)
-
-
-def dense_optimizer(
-    spec: TrainSpec, parameters: Mapping[str, nn.Parameter], *, names: Iterable[str] = ()
-) -> torch.optim.Adam:
-    """Adam over the dense parameters, in groups of equal rate and decay.
-
-    Args:
-        spec: the recipe's section.
-        parameters: qualified name -> parameter, of this rank.
-        names: of those on all ranks, where that is more.
-
-    Raises:
-        ConfigError: a prefix of ``lr_factors`` that no parameter has.
-    """
-    used: set[str] = set()
-    groups: dict[tuple[float, bool, object], list[nn.Parameter]] = {}
-    known = {*parameters, *names}
-    for name in known:
-        used.update(_fitting(spec, name))
-    for name, parameter in parameters.items():
-        prefix = max(_fitting(spec, name), key=len, default=None)
-        factor = 1.0 if prefix is None else spec.dense.lr_factors[prefix]
-        # Sharded ones apart from plain ones: no operator takes both in one call.
-        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        groups.setdefault((factor, parameter.ndim >= 2, mesh), []).append(parameter)
-    for prefix in spec.dense.lr_factors:
-        if prefix not in used:
-            heads = {".".join(n.split(".")[:d]) for n in known for d in (1, 2)}
-            raise ConfigError(
-                refusal(
-                    "train",
-                    "dense.lr_factors",
-                    must="name the beginning of a dense parameter's name",
-                    got=repr(prefix) + nearest(prefix, heads),
-                    fix="correct or remove it",
-                )
-            )
-    return torch.optim.Adam(
-        [
-            {
-                "params": members,
-                "lr": spec.dense.lr * factor,
-                "weight_decay": spec.dense.weight_decay if decays else 0.0,
-            }
-            for (factor, decays, _), members in groups.items()
-        ],
-        betas=(spec.dense.beta1, spec.dense.beta2),
-        eps=spec.dense.eps,
-        decoupled_weight_decay=True,
-        # One pass over weights, gradients and moments instead of a dozen. On CPUs results keep
-        # the bits that they have had.
-        fused=True if any(p.is_cuda for p in parameters.values()) else None,
-    )
-
-
-def _fitting(spec: TrainSpec, name: str) -> list[str]:
-    return [p for p in spec.dense.lr_factors if name == p or name.startswith(f"{p}.")]
+        plan = ParallelSpec(replicate=world.size)
+    else:
+        plan = config.parallel.on_ranks(world.size)
+    alone = world.size == 1 and world.device.type == "cuda"
+    by_place = config.model.embeddings.initial_rows == "by_place"
+    if plan.table_engine is None and alone and by_place:
+        return plan.model_copy(update={"table_engine": "torch"})
+    return plan
 
 
 def probabilities(logits_BA: Tensor) -> Tensor:

@@ -52,7 +52,9 @@ def shard_tables(
         world,
         seed=config.seed,
         update="step",
+        wire_dtype=plan.table_wire_dtype,
         replicas=plan.table_replicas,
+        single_pass=config.train.accumulation_parts == 1,
     )
     names = {id(weight): name for name, weight in own.weights.items()}
     weights = zip(own.specs, own.table_parameters(), strict=True)
@@ -118,5 +120,6 @@ def table_plan(
             table_shard=plan.table_shard,
             table_replicate=plan.table_replicate,
             fully_sharded=plan.fully_sharded_tables,
+            wire_dtype=plan.table_wire_dtype,
         ),
     )

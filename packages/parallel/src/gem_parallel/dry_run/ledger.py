@@ -48,7 +48,11 @@ class Ledger:
 
     @contextmanager
     def silent(self) -> Iterator[None]:
-        """Book nothing for the length of a ``with`` block."""
+        """Book nothing for the length of a ``with`` block.
+
+        Yields:
+            nothing; what is given meanwhile is booked nowhere.
+        """
         before, self._silent = self._silent, True
         try:
             yield

@@ -113,7 +113,11 @@ class MemoryCount:
 
     @contextmanager
     def watching(self) -> Iterator["MemoryCount"]:
-        """Follow storages that are resized, for the length of a ``with`` block."""
+        """Follow storages that are resized, for the length of a ``with`` block.
+
+        Yields:
+            this count.
+        """
         cls: Any = torch.UntypedStorage
         before = cls.resize_
 

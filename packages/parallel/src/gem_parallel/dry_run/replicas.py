@@ -44,12 +44,20 @@ class NamedReplicas(DistributedDataParallel):
             dist.all_reduce(bucket)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Run the module."""
+        """Run the module.
+
+        Returns:
+            what the module returns.
+        """
         return self.module(*inputs, **named)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Merge nothing in backward passes within."""
+        """Merge nothing in backward passes within.
+
+        Yields:
+            nothing.
+        """
         self.merges = False
         try:
             yield
@@ -59,7 +67,11 @@ class NamedReplicas(DistributedDataParallel):
 
 @contextmanager
 def replicas_in_name() -> Iterator[None]:
-    """Let `gem_parallel.dense.parallelise` copy modules so, for the length of a ``with`` block."""
+    """Let `gem_parallel.dense.parallelise` copy modules so, for the length of a ``with`` block.
+
+    Yields:
+        nothing; torch's own wrapper is put back behind the block.
+    """
     dense: Any = import_module("gem_parallel.dense")
     before = dense.replicate
 

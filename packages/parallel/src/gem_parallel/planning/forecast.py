@@ -14,49 +14,14 @@ from dataclasses import dataclass
 
 from gem_opkit.errors import ConfigError, refusal
 from gem_parallel.contract import Accelerator, ParallelPlan, Topology
-from gem_parallel.planning.links import (
-    AxisGroup,
-    axis_group,
-    collective_ms,
-    slowest_tier,
-)
-from gem_parallel.planning.memory import Memory, held_elements, memory, whole_elements
+from gem_parallel.planning.compute import compute_ms, kinds_ms, optimizer_ms, slowest, weights_ms
+from gem_parallel.planning.exchanged import Exchanged, GroupOf, gathered_up, table_times
+from gem_parallel.planning.links import AxisGroup, axis_group, collective_ms, slowest_tier
+from gem_parallel.planning.memory import Memory, memory
 from gem_parallel.planning.rates import Rates
 from gem_parallel.planning.timeline import Queues, Segment, Transfer, end, run
-from gem_parallel.planning.traffic import DenseTraffic, dense_traffic, own_experts
-from gem_parallel.planning.work import Operator, TableStep, TableTraffic, Unit, Work
-
-# Clipping reads the gradients once for their norm, and once more to scale them.
-_CLIP_PASSES = 3
-_MASTER_BYTES = 4
-_GroupOf = Callable[[str], AxisGroup]
-
-
-@dataclass(frozen=True, slots=True)
-class Exchanged:
-    """All collectives of one kind over one axis in a step.
-
-    Attributes:
-        axis: of the mesh.
-        collective: its name.
-        tier: outermost links that it crosses; None for a group of one.
-        members: ranks of a group.
-        given_bytes: what one rank gives.
-        calls: number of calls.
-        ms: time of all of them, alone.
-        what: what travels.
-        part: ``dense`` or ``tables``.
-    """
-
-    axis: str
-    collective: str
-    tier: str | None
-    members: int
-    given_bytes: float
-    calls: int
-    ms: float
-    what: tuple[str, ...]
-    part: str
+from gem_parallel.planning.traffic import DenseTraffic, dense_traffic
+from gem_parallel.planning.work import TableStep, Unit, Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +104,10 @@ def forecast(
         given = each.given_bytes
         ms = collective_ms(each.collective, given, group, topology, rates, calls=each.calls)
         timed.append((each, ms))
-    slow = 1.0 + work.spread * math.sqrt(2.0 * math.log(plan.world_size))
-    own = _compute(work, plan, device, rates)
-    copied = {unit.name: _copies_ms(unit, work, plan, device) for unit in work.units}
-    alone = sum(sum(ms) for ms in _compute(work, ParallelPlan(), device, rates).values())
+    slow = slowest(work, plan.world_size)
+    own = compute_ms(work, plan, device, rates)
+    copied = {unit.name: weights_ms(unit, work, plan, device) for unit in work.units}
+    alone = sum(sum(ms) for ms in compute_ms(work, ParallelPlan(), device, rates).values())
     queues = Queues()
     for index in range(2):
         phase = ("forward", "backward")[index]
@@ -164,16 +129,16 @@ def forecast(
     compute = slow * even + copies
     exposed = max(0.0, end(queues) - compute)
     hidden = max(0.0, sum(ms for _, ms in timed) - exposed)
-    table_ms, table_exposed, table_traffic = _tables(tables, group_of, topology, rates)
+    table_ms, table_exposed, table_traffic = table_times(tables, group_of, topology, rates)
     parts = {
         "compute": even,
         "imbalance": (slow - 1.0) * even,
-        "gather copies": copies,
+        "weight copies": copies,
         "contention": rates.contention * hidden,
         "exposed dense": exposed,
         "tables": table_ms,
         "exposed tables": table_exposed,
-        "optimizer": _optimizer_ms(work, plan, device, rates),
+        "optimizer": optimizer_ms(work, plan, device, rates),
         "host": rates.host_ms,
     }
     step_ms = sum(parts.values())
@@ -196,8 +161,8 @@ def forecast(
         ranks=plan.world_size,
         step_ms=step_ms,
         parts_ms=parts,
-        kinds_ms=_kinds(work, plan, device, rates),
-        exchanged=_gathered_up(timed, group_of, topology) + table_traffic,
+        kinds_ms=kinds_ms(work, plan, device, rates),
+        exchanged=gathered_up(timed, group_of, topology) + table_traffic,
         memory=held,
         fits=held.total <= device.memory_gib * 2**30,
         flops=flops,
@@ -212,6 +177,9 @@ def accelerator_of(topology: Topology) -> Accelerator:
 
     Args:
         topology: the machines.
+
+    Returns:
+        its memory and its rates.
 
     Raises:
         ConfigError: it says nothing of that.
@@ -263,61 +231,12 @@ def check_experts(work: Work, plan: ParallelPlan) -> None:
         )
 
 
-def operator_ms(operators: Sequence[Operator], device: Accelerator, rates: Rates) -> list[float]:
-    """Time of forward and of backward of some operators.
-
-    Args:
-        operators: of one rank's batch.
-        device: rates of the roofline.
-        rates: shares of it.
-
-    Returns:
-        two times in milliseconds.
-    """
-    total = [0.0, 0.0]
-    for op in operators:
-        share = rates.share(op.kind)
-        for index, (cost, reached) in enumerate(
-            ((op.forward, share.forward), (op.backward, share.backward))
-        ):
-            roof = cost.roofline_ms(device.matmul_tflops * 1e12, device.memory_gbytes_per_s * 1e9)
-            total[index] += roof / reached
-    return total
-
-
-def _own_operators(unit: Unit, plan: ParallelPlan) -> list[Operator]:
-    """Work of one rank: its own experts see the examples of all ranks of the axis."""
-    found = list(unit.operators)
-    for expert in own_experts(unit, plan):
-        found += [
-            Operator(op.kind, op.forward * plan.expert, op.backward * plan.expert)
-            for op in expert.operators
-        ]
-    return found
-
-
-def _compute(
-    work: Work, plan: ParallelPlan, device: Accelerator, rates: Rates
-) -> dict[str, list[float]]:
-    return {
-        unit.name: operator_ms(_own_operators(unit, plan), device, rates) for unit in work.units
-    }
-
-
-def _kinds(work: Work, plan: ParallelPlan, device: Accelerator, rates: Rates) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for unit in work.units:
-        for op in _own_operators(unit, plan):
-            found[op.kind] = found.get(op.kind, 0.0) + sum(operator_ms([op], device, rates))
-    return dict(sorted(found.items()))
-
-
 def _segment(
     unit: Unit,
     phase: str,
     compute_ms: float,
     timed: Sequence[tuple[DenseTraffic, float]],
-    group_of: _GroupOf,
+    group_of: GroupOf,
     topology: Topology,
 ) -> Segment:
     own = [(each, ms) for each, ms in timed if each.unit == unit.name and each.phase == phase]
@@ -339,77 +258,3 @@ def _queue(group: AxisGroup, topology: Topology) -> str:
     """Links that a collective keeps busy: adapters of whatever reach are one queue."""
     tier = slowest_tier(group, topology)
     return "host" if tier is None or tier == topology.host_tier else "adapter"
-
-
-def _copies_ms(unit: Unit, work: Work, plan: ParallelPlan, device: Accelerator) -> list[float]:
-    """Time of copying parameters out of what was gathered, and gradients into what is reduced."""
-    moved = 2 * work.parameter_bytes * whole_elements(unit, plan)
-    once = moved / (device.memory_gbytes_per_s * 1e6)
-    return [once, 2 * once]
-
-
-def _optimizer_ms(work: Work, plan: ParallelPlan, device: Accelerator, rates: Rates) -> float:
-    passes = rates.optimizer_passes + _CLIP_PASSES
-    moved = held_elements(work, plan) * _MASTER_BYTES * passes
-    return moved / (device.memory_gbytes_per_s * 1e6 * rates.optimizer_share)
-
-
-def _tables(
-    tables: TableStep, group_of: _GroupOf, topology: Topology, rates: Rates
-) -> tuple[float, float, tuple[Exchanged, ...]]:
-    exposed = 0.0
-    found: list[Exchanged] = []
-    for each in tables.traffic:
-        group = group_of(each.axis)
-        ms = _table_ms(each, group, topology, rates)
-        if not each.hidden:
-            exposed += ms
-        tier = slowest_tier(group, topology)
-        found.append(
-            Exchanged(
-                axis=each.axis,
-                collective=each.collective,
-                tier=None if tier is None else tier.name,
-                members=group.members,
-                given_bytes=each.given_bytes,
-                calls=1,
-                ms=ms,
-                what=(each.what,),
-                part="tables",
-            )
-        )
-    factor = rates.table_factor if tables.whole else rates.engine_factor
-    return tables.local_ms * factor, exposed, tuple(found)
-
-
-def _table_ms(each: TableTraffic, group: AxisGroup, topology: Topology, rates: Rates) -> float:
-    if each.ms is not None:
-        return each.ms
-    return collective_ms(each.collective, each.given_bytes, group, topology, rates)
-
-
-def _gathered_up(
-    timed: Sequence[tuple[DenseTraffic, float]], group_of: _GroupOf, topology: Topology
-) -> tuple[Exchanged, ...]:
-    """One line for each axis and collective."""
-    sums: dict[tuple[str, str], list[tuple[DenseTraffic, float]]] = {}
-    for each, ms in timed:
-        sums.setdefault((each.axis, each.collective), []).append((each, ms))
-    found: list[Exchanged] = []
-    for (axis, collective), members in sums.items():
-        group = group_of(axis)
-        tier = slowest_tier(group, topology)
-        found.append(
-            Exchanged(
-                axis=axis,
-                collective=collective,
-                tier=None if tier is None else tier.name,
-                members=group.members,
-                given_bytes=sum(each.given_bytes for each, _ in members),
-                calls=sum(each.calls for each, _ in members),
-                ms=sum(ms for _, ms in members),
-                what=tuple(dict.fromkeys(each.what for each, _ in members)),
-                part="dense",
-            )
-        )
-    return tuple(found)

@@ -179,6 +179,9 @@ def slowest_tier(group: AxisGroup, topology: Topology) -> LinkTier | None:
     Args:
         group: its members.
         topology: hosts and links.
+
+    Returns:
+        links of the topology, or None.
     """
     tiers = group.tiers(topology)
     return tiers[-1][0] if tiers else None

@@ -8,7 +8,7 @@ are moved, all that is gone, and gathered rows and what travels are there instea
 from dataclasses import dataclass
 
 from gem_parallel.contract import ParallelPlan
-from gem_parallel.planning.traffic import is_sharded, own_experts, split_small
+from gem_parallel.planning.traffic import gathered_bytes, is_sharded, own_experts, split_small
 from gem_parallel.planning.work import Parameter, TableStep, Unit, Work
 
 
@@ -57,6 +57,9 @@ def held_elements(work: Work, plan: ParallelPlan) -> int:
     Args:
         work: the model.
         plan: sizes of the axes.
+
+    Returns:
+        those of shards with their padding, and of whole copies.
     """
     return sum(_unit_held(unit, plan) for unit in work.units)
 
@@ -87,6 +90,9 @@ def whole_elements(unit: Unit, plan: ParallelPlan) -> int:
     Args:
         unit: with its experts.
         plan: sizes of the axes.
+
+    Returns:
+        0 where nothing of it is cut.
     """
     common, dealt = _parameters(unit, plan)
     total = 0
@@ -95,6 +101,34 @@ def whole_elements(unit: Unit, plan: ParallelPlan) -> int:
     if plan.shard > 1:
         total += sum(p.elements for p in split_small(dealt, plan)[1])
     return total
+
+
+def held_or_gathered(unit: Unit, plan: ParallelPlan) -> int:
+    """Count the elements of a unit that a rank's products read.
+
+    Args:
+        unit: with its experts.
+        plan: sizes of the axes.
+
+    Returns:
+        those of all but the experts, and those of the rank's own experts.
+    """
+    return sum(p.elements for group in _parameters(unit, plan) for p in group)
+
+
+def works_on_copies(work: Work, plan: ParallelPlan) -> bool:
+    """Whether a rank keeps its weights in the format of its products, beside those at rest.
+
+    Args:
+        work: formats, and parts that a batch is run in.
+        plan: sizes of the axes.
+
+    Returns:
+        True on one rank whose products read a narrower format, in a step that uses each weight
+        once; its optimizer then writes the copies, and gradients stay as narrow.
+    """
+    narrow = work.compute_bytes < work.parameter_bytes
+    return narrow and plan.world_size == 1 and work.micro_batches == 1
 
 
 def memory(work: Work, plan: ParallelPlan, tables: TableStep, *, prefetch: int = 1) -> Memory:
@@ -120,12 +154,16 @@ def memory(work: Work, plan: ParallelPlan, tables: TableStep, *, prefetch: int =
         parameters=work.parameter_bytes * held,
         optimizer=work.state_bytes * held,
         scratch=work.scratch_bytes // work.micro_batches,
-        all_gradients=work.parameter_bytes * held,
+        all_gradients=_gradient_bytes(work, plan) * held,
         tables=tables.held_bytes,
         table_buffers=tables.gathered_bytes + travelling,
         batch=work.input_bytes,
         **full,
     )
+
+
+def _gradient_bytes(work: Work, plan: ParallelPlan) -> int:
+    return work.compute_bytes if works_on_copies(work, plan) else work.parameter_bytes
 
 
 _PARTS = ("gradients", "gathered", "copies", "activations")
@@ -142,7 +180,8 @@ def _moment(
     buckets = not is_sharded(plan) and plan.world_size > 1
     with_gradients = units if buckets else units[index:]
     whole = [whole_elements(unit, plan) for unit in units]
-    ahead = sum(whole[max(0, index - prefetch) : index + 1])
+    first = 0 if plan.keep_gathered else max(0, index - prefetch)
+    ahead = sum(whole[first : index + 1])
     kept, copies = vectors, 0
     for unit in units[: index + 1]:
         own = own_experts(unit, plan)
@@ -151,11 +190,16 @@ def _moment(
             unit.kept_bytes + sum(plan.expert * expert.kept_bytes for expert in own)
         ) // work.micro_batches
         if work.compute_bytes < size:
-            copies += sum(p.elements for group in _parameters(unit, plan) for p in group)
+            copies += held_or_gathered(unit, plan)
+            if gathered_bytes(work, plan) <= work.compute_bytes:
+                copies -= whole_elements(unit, plan)  # products read them as they were gathered
+    if works_on_copies(work, plan):
+        copies = sum(held_or_gathered(unit, plan) for unit in units)
     return {
-        "gradients": size * sum(_unit_held(unit, plan) for unit in with_gradients),
+        "gradients": _gradient_bytes(work, plan)
+        * sum(_unit_held(unit, plan) for unit in with_gradients),
         # The unit in use has its gradients whole, too.
-        "gathered": size * (ahead + whole[index]),
+        "gathered": gathered_bytes(work, plan) * ahead + size * whole[index],
         "copies": work.compute_bytes * copies,
         "activations": kept,
     }

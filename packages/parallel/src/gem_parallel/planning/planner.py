@@ -10,11 +10,13 @@ from dataclasses import dataclass
 
 from gem_opkit.errors import ConfigError, refusal
 from gem_parallel.contract import DENSE_AXES, SPARSE_AXES, ParallelPlan, Topology
-from gem_parallel.planning.forecast import Exchanged, Forecast, accelerator_of, forecast
+from gem_parallel.planning.exchanged import Exchanged
+from gem_parallel.planning.forecast import Forecast, accelerator_of, forecast
 from gem_parallel.planning.rates import Rates
 from gem_parallel.planning.work import TableStep, Work
 
 TablesFor = Callable[[ParallelPlan, Topology], TableStep]
+_PLAIN = ParallelPlan()
 # Of each side the best that are put together: enough that memory can rule some out.
 _PAIRED = 6
 # Each part of each table is placed, under each plan of the tables: more ranks take minutes.
@@ -60,6 +62,9 @@ class Search:
 
         Args:
             found: forecast of the plan.
+
+        Returns:
+            above 1 where a plan saves more than it exchanges.
         """
         return found.e2e_mfu / self.single.e2e_mfu
 
@@ -77,12 +82,13 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // d for d in small)})
 
 
-def dense_plans(work: Work, ranks: int) -> Iterator[ParallelPlan]:
+def dense_plans(work: Work, ranks: int, like: ParallelPlan = _PLAIN) -> Iterator[ParallelPlan]:
     """Every way to spread the dense part that deals experts out evenly.
 
     Args:
         work: says how many experts there are.
         ranks: number of ranks.
+        like: what else than its axes every plan has.
 
     Yields:
         plans whose tables are copies.
@@ -96,6 +102,9 @@ def dense_plans(work: Work, ranks: int) -> Iterator[ParallelPlan]:
                 shard=shard,
                 expert=expert,
                 table_replicate=ranks,
+                replicate_below=like.replicate_below,
+                gather_dtype=like.gather_dtype,
+                keep_gathered=like.keep_gathered,
             )
 
 
@@ -128,6 +137,7 @@ def search(
     tables: TablesFor,
     rates: Rates,
     fixed: Mapping[str, int | bool] | None = None,
+    like: ParallelPlan = _PLAIN,
     most: int = 5,
 ) -> Search:
     """Rank the plans for some machines.
@@ -138,6 +148,7 @@ def search(
         tables: what tables cost under a plan; raises ConfigError where they do not fit.
         rates: of the forecast.
         fixed: axis, or ``fully_sharded_tables`` -> value that every plan must have.
+        like: what else than its axes every plan has, such as the format of its gathers.
         most: plans wanted.
 
     Returns:
@@ -152,7 +163,8 @@ def search(
             refusal(
                 "planner",
                 "topology",
-                must=f"have at most {MOST_RANKS} ranks, to be searched",
+                must=f"have at most {MOST_RANKS} ranks: every part of every table is placed under "
+                "every plan",
                 got=f"hosts={topology.hosts} * ranks_per_host={topology.ranks_per_host} = "
                 f"{topology.world_size}",
                 fix="plan for fewer ranks",
@@ -169,7 +181,7 @@ def search(
     refused: dict[str, int] = {}
     dense = [
         forecast(work, plan, topology, rates=rates)
-        for plan in dense_plans(work, topology.world_size)
+        for plan in dense_plans(work, topology.world_size, like)
         if _has(plan, fixed, DENSE_AXES)
     ]
     sparse = _table_forecasts(topology, tables, rates, fixed, refused)
@@ -236,8 +248,10 @@ def _table_forecasts(
             continue
         try:
             step = tables(plan, topology)
-        except ConfigError:
-            refused["tables that do not fit"] = refused.get("tables that do not fit", 0) + 1
+        except ConfigError as fault:
+            # Its rule, without what it got: that differs from plan to plan.
+            why = str(fault).partition("; got ")[0]
+            refused[why] = refused.get(why, 0) + 1
             continue
         found.append((plan, forecast(nothing, plan, topology, tables=step, rates=rates)))
     return found

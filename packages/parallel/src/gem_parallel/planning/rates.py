@@ -27,13 +27,13 @@ class Rates(Contract):
         default=7.0,
         gt=0,
         description="reads and writes of an element by the dense optimizer: 7 for a fused Adam, 18 "
-        "for one of grouped operators; clipping adds 3",
+        "for one of grouped operators; to look at the gradients before it comes on top",
     )
     optimizer_share: float = Field(
         default=0.9,
         gt=0,
         le=1,
-        description="share of the memory bandwidth that the dense optimizer and clipping reach",
+        description="share of the memory bandwidth that the dense optimizer and its norm reach",
     )
     table_factor: float = Field(
         default=1.0,
@@ -73,6 +73,9 @@ class Rates(Contract):
 
         Args:
             kind: as the operators name it.
+
+        Returns:
+            shares of the roofline, forward and backward, in (0, 1].
 
         Raises:
             ConfigError: no such kind.

@@ -119,5 +119,8 @@ def end(queues: Queues) -> float:
 
     Args:
         queues: their state.
+
+    Returns:
+        milliseconds from the start of the step.
     """
     return max([queues.compute, *queues.links.values()])

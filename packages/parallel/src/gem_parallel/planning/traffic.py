@@ -1,7 +1,8 @@
 """The collectives of the dense part in one step: what is given, over which axis, in which phase.
 
     replicas only         gradients all-reduced over the world, bucket by bucket
-    shard or expert > 1   each unit's parameters gathered before its forward and its backward pass,
+    shard or expert > 1   each unit's parameters gathered before its forward and, unless they are
+                          kept, its backward pass,
                           gradients reduce-scattered, then all-reduced over the replicas
     experts               inputs exchanged and outputs reduce-scattered in the forward pass; the
                           mirror image in the backward pass
@@ -51,8 +52,24 @@ def is_sharded(plan: ParallelPlan) -> bool:
 
     Args:
         plan: sizes of the axes.
+
+    Returns:
+        True where shard or expert is above 1.
     """
     return plan.shard > 1 or plan.expert > 1
+
+
+def gathered_bytes(work: Work, plan: ParallelPlan) -> int:
+    """Bytes of an element of a cut parameter while it is whole.
+
+    Args:
+        work: says how parameters are stored.
+        plan: says in what format they are gathered.
+
+    Returns:
+        2 for bf16, else as they are stored.
+    """
+    return 2 if plan.gather_dtype == "bf16" else work.parameter_bytes
 
 
 def split_small(
@@ -154,16 +171,18 @@ def _sharded(
     shard: int,
 ) -> tuple[list[DenseTraffic], list[DenseTraffic]]:
     """Gathers, reduce-scatter and all-reduce of parameters that are gathered together."""
-    part = work.parameter_bytes * sum(p.shard_elements(shard) for p in parameters)
-    if not part:
+    elements = sum(p.shard_elements(shard) for p in parameters)
+    if not elements:
         return [], []
+    part = work.parameter_bytes * elements
     ahead: list[DenseTraffic] = []
     back: list[DenseTraffic] = []
     times = work.micro_batches
     if shard > 1:
-        gathered = part * times
+        gathered = gathered_bytes(work, plan) * elements * times
         ahead.append(_one(unit, "forward", axis, "all_gather", gathered, times, "parameters"))
-        back.append(_one(unit, "backward", axis, "all_gather", gathered, times, "parameters"))
+        if not plan.keep_gathered:
+            back.append(_one(unit, "backward", axis, "all_gather", gathered, times, "parameters"))
         back.append(_one(unit, "backward", axis, "reduce_scatter", part * shard, 1, "gradients"))
     if plan.replicate > 1:
         back.append(_one(unit, "backward", "replicate", "all_reduce", part, 1, "gradients"))

@@ -5,7 +5,7 @@ those of one rank's batch. Tables come apart, as `TableStep`, because what they 
 how a plan cuts them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -38,6 +38,9 @@ class Parameter:
 
         Args:
             shard: ranks that the first dim is cut over.
+
+        Returns:
+            rows of a shard, rounded up, times the elements of a row.
         """
         return -(-self.rows // shard) * self.columns
 
@@ -95,7 +98,11 @@ class Unit:
     output_bytes: int = 0
 
     def all_operators(self) -> tuple[Operator, ...]:
-        """Its own work and that of every expert."""
+        """Its own work and that of every expert.
+
+        Returns:
+            its own first, then expert by expert.
+        """
         return (*self.operators, *(op for expert in self.experts for op in expert.operators))
 
 
@@ -115,6 +122,8 @@ class Work:
         input_bytes: batch on the device.
         spread: standard deviation of a rank's compute time over its mean, because histories
             differ in length.
+        slowest: number of ranks -> expected work of the heaviest one over the mean, where batches
+            are balanced; None: what ``spread`` says.
         table_copy_bytes: vectors that lookups return, which exist until they have been used.
         scratch_bytes: what the backward pass of the widest operator needs.
         micro_batches: parts that a rank's batch is run in, one after the other.
@@ -129,12 +138,17 @@ class Work:
     state_bytes: int = 8
     input_bytes: int = 0
     spread: float = 0.0
+    slowest: Callable[[int], float] | None = None
     table_copy_bytes: int = 0
     scratch_bytes: int = 0
     micro_batches: int = 1
 
     def flops(self) -> int:
-        """Model FLOPs of one rank's batch, forward and backward."""
+        """Model FLOPs of one rank's batch, forward and backward.
+
+        Returns:
+            a multiply and an add are two.
+        """
         return sum(
             op.forward.flops + op.backward.flops
             for unit in self.units
@@ -142,7 +156,11 @@ class Work:
         )
 
     def parameters(self) -> tuple[Parameter, ...]:
-        """Every dense parameter of the model."""
+        """Every dense parameter of the model.
+
+        Returns:
+            unit by unit, those of experts behind the unit's own.
+        """
         return tuple(
             parameter
             for unit in self.units

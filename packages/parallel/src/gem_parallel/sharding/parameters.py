@@ -13,18 +13,30 @@ then holds less, the two inner axes are neighbours so that the gather stays on f
 all-reduce over ``replicate`` carries less. Each sum is divided by the number of all ranks: an
 expert's gradient is the sum over its axis already.
 
-A unit's parameters are gathered while the unit before it runs, and let go after it.
+A unit's parameters are gathered while the unit before it runs, and let go after it. A unit within
+another counts as the one behind it: its parameters are gathered while the outer one's others are in
+use. In the backward pass, the units before are gathered together, since the outer one of them is
+asked for first. With ``gather_dtype`` bf16 parameters are rounded before they travel, rather than
+by each product that reads them; gradients are widened to fp32 before they are reduced. With
+``keep_gathered`` a unit is let go only after its backward pass, and whatever a forward pass without
+one has left is let go before the next: shards may have changed in between.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, _common_utils, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    _common_utils,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 
 from gem_parallel.contract import ParallelPlan
@@ -104,6 +116,7 @@ def shard(
         for place in range(len(cast(nn.ModuleList, module.get_submodule(f"{name}.experts"))))
     ]
     made: dict[str, FSDPModule] = {}
+    shard_it = partial(_fully_shard, held=held, plan=plan)
     # Inner units first: an outer one takes what is left.
     for name in sorted(dict.fromkeys([*units, *local]), key=lambda name: -name.count(".")):
         if not name:
@@ -111,12 +124,16 @@ def shard(
         unit = module.get_submodule(name)
         mesh = meshes.experts if name.startswith(lists) else meshes.common
         if _has_parameters(unit, held):
-            made[name] = _fully_shard(unit, mesh, held)
+            made[name] = shard_it(unit, mesh)
             if mesh is not meshes.common:
                 made[name].set_all_reduce_hook(_Divide(plan.expert))
     if _has_parameters(module, held) or made:
-        root = _fully_shard(module, meshes.common, held)
-        _prefetch([root, *(made[name] for name in _running_order(units, local) if name in made)])
+        root = shard_it(module, meshes.common)
+        running = [name for name in _running_order(units, local) if name in made]
+        _prefetch(root, running, made)
+        if plan.keep_gathered:
+            begin_anew = _Reshard([root, *made.values()])
+            module.register_forward_pre_hook(begin_anew, prepend=True)
     common = {name: p for name, p in copied.items() if name not in of_experts}
     own_experts = {name: p for name, p in copied.items() if name in of_experts}
     copies = CopiedGradients(
@@ -169,7 +186,29 @@ def _has_parameters(module: nn.Module, held: set[nn.Parameter]) -> bool:
     return any(p not in held and not isinstance(p, DTensor) for p in module.parameters())
 
 
-def _fully_shard(module: nn.Module, mesh: DeviceMesh, held: set[nn.Parameter]) -> FSDPModule:
+def _formats(plan: ParallelPlan) -> MixedPrecisionPolicy:
+    """What parameters are gathered in; inputs and outputs of units stay what they are."""
+    if plan.gather_dtype == "fp32":
+        return MixedPrecisionPolicy(cast_forward_inputs=False)
+    return MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+
+
+class _Reshard:
+    """Lets go of what is whole, before the hooks of torch look at what there is."""
+
+    def __init__(self, units: Sequence[FSDPModule]) -> None:
+        self._units = units
+
+    def __call__(self, *_: object) -> None:
+        for unit in self._units:
+            unit.reshard()
+
+
+def _fully_shard(
+    module: nn.Module, mesh: DeviceMesh, *, held: set[nn.Parameter], plan: ParallelPlan
+) -> FSDPModule:
     if not _SEES_DATACLASSES:
         module.register_forward_hook(_announce_fields)
     own = {p for p in module.parameters() if p in held}
@@ -177,7 +216,13 @@ def _fully_shard(module: nn.Module, mesh: DeviceMesh, held: set[nn.Parameter]) -
     # never come, and use it again after the parameters have changed.
     return cast(
         FSDPModule,
-        fully_shard(module, mesh=mesh, ignored_params=own, reshard_after_forward=True),
+        fully_shard(
+            module,
+            mesh=mesh,
+            ignored_params=own,
+            reshard_after_forward=not plan.keep_gathered,
+            mp_policy=_formats(plan),
+        ),
     )
 
 
@@ -215,7 +260,25 @@ def _running_order(units: Sequence[str], local: Sequence[str]) -> list[str]:
     return order
 
 
-def _prefetch(running: Sequence[FSDPModule]) -> None:
-    """Let each unit begin the gathering of the next; torch does so by itself in backward passes."""
-    for unit, after in pairwise(running):
+def _prefetch(root: FSDPModule, running: Sequence[str], made: Mapping[str, FSDPModule]) -> None:
+    """Let each unit begin the gathering of the next, forward and backward.
+
+    A backward pass asks for an outer unit and for those within at the same moment, so the innermost
+    one begins what comes before all of them.
+    """
+    units = [root, *(made[name] for name in running)]
+    for unit, after in pairwise(units):
         unit.set_modules_to_forward_prefetch([after])
+    for before, behind in pairwise(_families(running)):
+        made[behind[-1]].set_modules_to_backward_prefetch([made[name] for name in before])
+
+
+def _families(running: Sequence[str]) -> list[list[str]]:
+    """Put units that lie within one another together, in the order of running."""
+    families: list[list[str]] = []
+    for name in running:
+        if families and name.startswith(f"{families[-1][0]}."):
+            families[-1].append(name)
+        else:
+            families.append([name])
+    return families

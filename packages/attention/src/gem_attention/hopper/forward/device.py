@@ -41,9 +41,15 @@ def load_rows(desc, smem, full, begin, length, row, col):
 @gluon.jit
 def store_rows(o_desc, o_tile, out, begin, length, row, col):
     """Store rows of a sequence by TMA, when the buffer is free again."""
+    tma.store_wait(0)
+    leave_rows(o_desc, o_tile, out, begin, length, row, col)
+
+
+@gluon.jit
+def leave_rows(o_desc, o_tile, out, begin, length, row, col):
+    """Store rows of a sequence by TMA through a buffer that is free."""
     ROWS: gl.constexpr = o_tile.shape[0]
     WIDTH: gl.constexpr = o_tile.shape[1]
-    tma.store_wait(0)
     o_tile.store(out)
     fence_async_shared()
     tma.async_copy_shared_to_global(

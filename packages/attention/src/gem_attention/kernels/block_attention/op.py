@@ -1,5 +1,7 @@
 """The operator ``block_attention``: schema, fakes, autograd, FLOP formulas, function."""
 
+import logging
+from types import ModuleType
 from typing import Any, get_args
 
 import torch
@@ -37,17 +39,16 @@ from gem_opkit.impl import Impl, resolve_impl
 _NAME = "block_attention"
 # Most tokens of a block that a program of the kernels holds.
 _MOST_TOKENS = 128
+_log = logging.getLogger(__name__)
+_announced: set[tuple[Any, ...]] = set()
 
 
 def _choose(impl: str, q_THK: Tensor, v_TGV: Tensor, block_tokens: int) -> str:
     """Resolve ``impl``; what the kernels do not take is refused, or goes to the reference."""
-    chosen = choose_implementation(_NAME, impl, q_THK, v_TGV)
-    widths = q_THK.shape[2], v_TGV.shape[2]
-    if chosen == "reference":
-        return chosen
-    single = q_THK.dtype == torch.float32
-    if block_tokens <= _MOST_TOKENS and block_columns(*widths, block_tokens, single=single):
-        return chosen
+    # Asked before anything is resolved, because the log says what is resolved.
+    wanted = impl == "triton" or (impl == "auto" and q_THK.is_cuda)
+    if not wanted or _takes(q_THK, v_TGV, block_tokens):
+        return choose_implementation(_NAME, impl, q_THK, v_TGV)
     if impl == "triton":
         raise UnsupportedError(
             refusal(
@@ -55,11 +56,39 @@ def _choose(impl: str, q_THK: Tensor, v_TGV: Tensor, block_tokens: int) -> str:
                 'impl="triton"',
                 must=f"have blocks of at most {_MOST_TOKENS} tokens, and values as wide as keys "
                 "where these are wider than a tile",
-                got=f"blocks of {block_tokens}, K={widths[0]}, V={widths[1]}",
+                got=f"blocks of {block_tokens}, K={q_THK.shape[2]}, V={v_TGV.shape[2]}",
                 fix='use impl="reference"',
             )
         )
     return resolve_impl(impl, q_THK.device, _NAME, has_triton=False)
+
+
+def _takes(q_THK: Tensor, v_TGV: Tensor, block_tokens: int) -> bool:
+    """Say whether the kernels hold such a block."""
+    if block_tokens > _MOST_TOKENS:
+        return False
+    single = q_THK.dtype == torch.float32
+    widths = q_THK.shape[2], v_TGV.shape[2]
+    return block_columns(*widths, block_tokens, single=single) is not None
+
+
+def _kernels(q_THK: Tensor, *others: Tensor, block_tokens: int) -> ModuleType:
+    """Return the module whose launchers run, and say once which it is."""
+    from gem_attention.kernels.block_attention import kernel
+
+    chosen = kernel
+    if q_THK.is_cuda:
+        from gem_attention.kernels.block_attention import kernel_sm90
+
+        if kernel_sm90.supports(q_THK, *others, block_tokens=block_tokens):
+            chosen = kernel_sm90
+    key = (chosen.__name__, len(others), q_THK.dtype, q_THK.shape[2], block_tokens)
+    if key not in _announced:
+        _announced.add(key)
+        direction = "backward" if len(others) > 2 else "forward"
+        name = chosen.__name__.rpartition(".")[2]
+        _log.info("%s: %s runs %s for %s, K=%d, blocks of %d", _NAME, name, direction, *key[2:])
+    return chosen
 
 
 # Lengths are a CPU tensor whatever the device of the others, for the reference; the kernels follow
@@ -80,12 +109,9 @@ def _forward(
     impl: str,
 ) -> Tensor:
     if _choose(impl, q_THK, v_TGV, block_tokens) == "triton":
-        from gem_attention.kernels.block_attention.kernel import launch_forward
-
-        return launch_forward(
-            readable_rows(q_THK),
-            readable_rows(k_TGK),
-            readable_rows(v_TGV),
+        operands = [readable_rows(x) for x in (q_THK, k_TGK, v_TGV)]
+        return _kernels(*operands, block_tokens=block_tokens).launch_forward(
+            *operands,
             offsets_O.contiguous(),
             rates,
             log_gap_T,
@@ -130,13 +156,13 @@ def _backward(
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if _choose(impl, q_THK, v_TGV, block_tokens) == "triton":
-        from gem_attention.kernels.block_attention.kernel import launch_backward
-
-        return launch_backward(
-            readable_rows(grad_out_THV),
-            readable_rows(q_THK),
-            readable_rows(k_TGK),
-            readable_rows(v_TGV),
+        operands = [readable_rows(x) for x in (q_THK, k_TGK, v_TGV, grad_out_THV)]
+        q_THK, k_TGK, v_TGV, grad_out_THV = operands
+        return _kernels(*operands, block_tokens=block_tokens).launch_backward(
+            grad_out_THV,
+            q_THK,
+            k_TGK,
+            v_TGV,
             offsets_O.contiguous(),
             rates,
             log_gap_T,

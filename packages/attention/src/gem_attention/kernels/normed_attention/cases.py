@@ -5,7 +5,8 @@ from dataclasses import replace
 from gem_attention.workloads import SELF_EDGES, AttentionCase
 from gem_jagged.workloads import uniform_lengths
 
-# The published comparison names 128 keys, a width of 128, a fill of one half and a batch of 768.
+# The published comparison names 128 keys, a width of 128, a fill of one half and a batch of 768; it
+# leaves open how many heads a row has. The model has four.
 _PUBLISHED = AttentionCase("", (), (128,) * 768, heads=1, kv_heads=1)
 
 CASES: tuple[AttentionCase, ...] = (
@@ -17,9 +18,11 @@ CASES: tuple[AttentionCase, ...] = (
     *(
         replace(
             _PUBLISHED,
-            name=f"queries_{longest}_keys_128",
+            name=f"queries_{longest}_keys_128_heads_{heads}",
             q_lengths=uniform_lengths(768, longest, fill=0.5),
+            heads=heads,
+            kv_heads=heads,
         )
-        for longest in (2048, 512)
+        for longest, heads in ((2048, 1), (2048, 4), (512, 1), (512, 4))
     ),
 )

@@ -3,7 +3,7 @@
 from gem_opkit.cost import Cost
 
 
-def normed_attention_cost(
+def normed_attention_cost(  # noqa: PLR0913 - what decides the cost
     *,
     visible_pairs: int,
     tokens: int,
@@ -13,6 +13,7 @@ def normed_attention_cost(
     head_width: int,
     token_bytes: int,
     key_bytes: int,
+    keeps: bool = False,
 ) -> Cost:
     """Return the cost of the forward.
 
@@ -25,18 +26,19 @@ def normed_attention_cost(
         head_width: width K of queries, keys and values.
         token_bytes: bytes of one element of the tokens and the output.
         key_bytes: bytes of one element of keys and values.
+        keeps: whether the normalised tokens and what the second norm divides are written too.
 
     Returns:
         4·H·pairs·K FLOPs; tokens, keys and values read once, the output written.
     """
     return Cost(
         flops=4 * heads * visible_pairs * head_width,
-        bytes=2 * tokens * heads * head_width * token_bytes
+        bytes=(2 + 2 * keeps) * tokens * heads * head_width * token_bytes
         + 2 * k_tokens * kv_heads * head_width * key_bytes,
     )
 
 
-def normed_attention_backward_cost(
+def normed_attention_backward_cost(  # noqa: PLR0913 - what decides the cost
     *,
     visible_pairs: int,
     tokens: int,
@@ -46,16 +48,17 @@ def normed_attention_backward_cost(
     head_width: int,
     token_bytes: int,
     key_bytes: int,
+    kept: bool = False,
 ) -> Cost:
     """Return the cost of the backward; arguments as in the forward.
 
     Returns:
         12·H·pairs·K FLOPs: six products, of which the scores and the attention's output are two,
-        because neither is stored. Reads tokens, keys, values and the gradient of the output, and
-        writes three gradients.
+        because neither is stored; 10 where the forward has kept the latter. Reads tokens, keys,
+        values, the gradient of the output and what was kept, and writes three gradients.
     """
     return Cost(
-        flops=12 * heads * visible_pairs * head_width,
-        bytes=3 * tokens * heads * head_width * token_bytes
+        flops=(10 if kept else 12) * heads * visible_pairs * head_width,
+        bytes=(3 + 2 * kept) * tokens * heads * head_width * token_bytes
         + 4 * k_tokens * kv_heads * head_width * key_bytes,
     )

@@ -1,212 +1,79 @@
-"""``normed_attention`` in plain Triton, for tokens of one head and few keys.
+"""Launching ``normed_attention`` in plain Triton.
 
-A program keeps the keys and values of a sequence and walks over its tokens: a row is read once,
-both norms see it whole in registers, and one row is written. The forward cuts long sequences into
-stretches; the backward takes a sequence as a whole, because the gradients of keys and values stay
-in registers until its last token, so that there are no atomics and bits are the same in every run.
-
-f(0) = 0, and rows beyond the end are read as 0, so no score is masked.
+Tokens of one head and few keys run in one kernel each way, which keeps nothing but the inputs
+(``gem_attention.portable.normed.single``). Tokens of several heads have attention's own kernels
+between rows of all heads (``gem_attention.portable.normed.heads``); ``op.py`` joins them.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
-from gem_attention.portable.activations.device import activated, activated_with_slope
-from gem_attention.portable.device import PRECISION
 from gem_attention.portable.launching.kernel import may_be_fast
+from gem_attention.portable.normed.heads.kernel import (
+    normed_heads_finish_kernel,
+    normed_heads_out_kernel,
+)
+from gem_attention.portable.normed.single.kernel import (
+    normed_attention_backward_kernel,
+    normed_attention_forward_kernel,
+)
 from gem_attention.tiles import key_tiles, query_tiles
-from gem_attention.tiling.device import load_rows, sequence, store_rows
 
-_COUNTS = ["q_tokens", "k_tokens", "batch"]
-# Tokens of a program of the forward, and of a step.
+# One head: tokens of a program of the forward, and of a step.
 _STRETCH, _STEP, _BACK_STEP, _STEP_SINGLE = 512, 64, 32, 16
 _WARPS, _BACK_WARPS, _STAGES = 4, 8, 2
+# Several heads: elements of a program that has whole rows, and of a warp of it.
+_TILE_ELEMENTS, _WARP_ELEMENTS = 1024, 512
 
 
-@triton.jit
-def _statistics(x_td, eps, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return the mean of each row and one over its standard deviation."""
-    mean_t = tl.sum(x_td, 1) / WIDTH
-    centred = _used(x_td - mean_t[:, None], WIDTH, BLOCK_D)
-    return mean_t, 1.0 / tl.sqrt_rn(tl.sum(centred * centred, 1) / WIDTH + eps)
+class Call(NamedTuple):
+    """What the launches for one head share.
 
-
-@triton.jit
-def _used(x_td, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return the rows with 0 in the columns behind their width."""
-    if WIDTH != BLOCK_D:
-        x_td = tl.where((tl.arange(0, BLOCK_D) < WIDTH)[None, :], x_td, 0.0)
-    return x_td
-
-
-@triton.jit
-def _rows_again(
-    ptr, stride, row, rows, BLOCK_T: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr
-):
-    """Load rows that were loaded before, from the cache, instead of holding them in registers."""
-    r = tl.arange(0, BLOCK_T)
-    w = tl.arange(0, BLOCK_D)
-    at = ptr + tl.cast(row, tl.int64) * stride + (r[:, None] * stride + w[None, :])
-    used = (row + r < rows)[:, None] & (w < WIDTH)[None, :]
-    # Another policy than the first load has: of two equal loads the compiler would make one.
-    return tl.load(at, mask=used, other=0.0, eviction_policy="evict_first").to(tl.float32)
-
-
-@triton.jit(do_not_specialize=_COUNTS)
-def normed_attention_forward_kernel(
-    x_ptr,
-    k_ptr,
-    v_ptr,
-    out_ptr,
-    entries_ptr,
-    count_ptr,
-    q_offsets_ptr,
-    k_offsets_ptr,
-    q_tokens,
-    k_tokens,
-    batch,
-    scale,
-    eps,
-    out_eps,
-    stride_x_t,
-    stride_k_s,
-    stride_v_s,
-    WIDTH: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    FAST: tl.constexpr,
-    STRETCH: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Write the output of a stretch of tokens of one sequence."""
-    item = tl.program_id(0)
-    if item >= tl.load(count_ptr):
-        return
-    b = tl.load(entries_ptr + item * 2)
-    first = tl.load(entries_ptr + item * 2 + 1) * STRETCH
-    q_begin, ql = sequence(q_offsets_ptr, b, batch, q_tokens, True)
-    k_begin, kl = sequence(k_offsets_ptr, b, batch, k_tokens, False)
-    k_sk = load_rows(k_ptr, stride_k_s, k_begin, k_begin + kl, True, BLOCK_S, WIDTH, BLOCK_D)
-    v_sk = load_rows(v_ptr, stride_v_s, k_begin, k_begin + kl, True, BLOCK_S, WIDTH, BLOCK_D)
-    x_ptr += q_begin * stride_x_t
-    out_ptr += q_begin * WIDTH
-    for t0 in tl.range(first, tl.minimum(first + STRETCH, ql), BLOCK_T, num_stages=STAGES):
-        x_td = load_rows(x_ptr, stride_x_t, t0, ql, True, BLOCK_T, WIDTH, BLOCK_D).to(tl.float32)
-        mean_t, rstd_t = _statistics(x_td, eps, WIDTH, BLOCK_D)
-        q_td = _used((x_td - mean_t[:, None]) * rstd_t[:, None], WIDTH, BLOCK_D)
-        score_ts = tl.dot(q_td.to(k_sk.dtype), tl.trans(k_sk), input_precision=PRECISION)
-        p_ts = activated(score_ts, scale, 0, ACTIVATION, FAST).to(v_sk.dtype)
-        a_td = tl.dot(p_ts, v_sk, q_td, input_precision=PRECISION)
-        rstd_t = 1.0 / tl.sqrt_rn(tl.sum(a_td * a_td, 1) / WIDTH + out_eps)
-        x_td = _rows_again(x_ptr, stride_x_t, t0, ql, BLOCK_T, WIDTH, BLOCK_D)
-        out_td = a_td * rstd_t[:, None] + x_td
-        store_rows(out_ptr, WIDTH, t0, ql, out_td, BLOCK_T, WIDTH, BLOCK_D)
-
-
-@triton.jit(do_not_specialize=[*_COUNTS, "capacity"])
-def normed_attention_backward_kernel(
-    x_ptr,
-    k_ptr,
-    v_ptr,
-    grad_ptr,
-    grad_x_ptr,
-    grad_k_ptr,
-    grad_v_ptr,
-    entries_ptr,
-    count_ptr,
-    q_offsets_ptr,
-    k_offsets_ptr,
-    q_tokens,
-    k_tokens,
-    batch,
-    capacity,
-    scale,
-    eps,
-    out_eps,
-    stride_x_t,
-    stride_k_s,
-    stride_v_s,
-    stride_g_t,
-    WIDTH: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    FAST: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Write all gradients of one sequence, or the zeros of a tile of keys behind the last one.
-
-    Programs before ``capacity`` take the list, most tokens first, those from there on sequences
-    without keys, which are not in it.
+    Attributes:
+        x_TD: tokens, contiguous rows.
+        k_SGK: keys, contiguous heads.
+        v_SGK: values, contiguous heads.
+        q_offsets_O: first token of each sequence.
+        k_offsets_O: first key of each sequence.
+        most_keys: of a sequence.
+        activation: one name.
+        scale: factor of the scores.
+        eps: of the first and the second norm.
     """
-    item = tl.program_id(0)
-    tile = 0
-    b = item - capacity
-    if item < capacity:
-        if item >= tl.load(count_ptr):
-            return
-        b = tl.load(entries_ptr + item * 2)
-        tile = tl.load(entries_ptr + item * 2 + 1)
-    q_begin, ql = sequence(q_offsets_ptr, b, batch, q_tokens, True)
-    k_begin, kl = sequence(k_offsets_ptr, b, batch, k_tokens, True)
-    if item >= capacity:
-        if (b < batch) & (kl > 0):
-            return
-        kl = 0 * kl  # the tail of the tokens sees no key
-    elif b == batch:
-        ql = 0 * ql  # the tail of the keys is seen by no token
-    first = k_begin + tile * BLOCK_S
-    k_end = k_begin + kl
-    k_sk = load_rows(k_ptr, stride_k_s, first, k_end, True, BLOCK_S, WIDTH, BLOCK_D)
-    v_sk = load_rows(v_ptr, stride_v_s, first, k_end, True, BLOCK_S, WIDTH, BLOCK_D)
-    x_ptr += q_begin * stride_x_t
-    grad_ptr += q_begin * stride_g_t
-    grad_x_ptr += q_begin * WIDTH
-    grad_k_sk = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
-    grad_v_sk = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
-    for t0 in tl.range(0, ql, BLOCK_T, num_stages=STAGES):
-        x_td = load_rows(x_ptr, stride_x_t, t0, ql, True, BLOCK_T, WIDTH, BLOCK_D).to(tl.float32)
-        grad_td = load_rows(grad_ptr, stride_g_t, t0, ql, True, BLOCK_T, WIDTH, BLOCK_D)
-        mean_t, rstd_t = _statistics(x_td, eps, WIDTH, BLOCK_D)
-        q_td = _used((x_td - mean_t[:, None]) * rstd_t[:, None], WIDTH, BLOCK_D)
-        q_low_td = q_td.to(k_sk.dtype)
-        score_ts = tl.dot(q_low_td, tl.trans(k_sk), input_precision=PRECISION)
-        p_ts, slope_ts = activated_with_slope(score_ts, scale, 0, ACTIVATION, FAST)
-        p_ts = p_ts.to(v_sk.dtype)
-        a_td = tl.dot(p_ts, v_sk, q_td, input_precision=PRECISION)
-        rstd_a_t = 1.0 / tl.sqrt_rn(tl.sum(a_td * a_td, 1) / WIDTH + out_eps)
-        y_td = a_td * rstd_a_t[:, None]
-        grad_td = grad_td.to(tl.float32)
-        along_t = tl.sum(grad_td * y_td, 1) / WIDTH
-        grad_a_td = rstd_a_t[:, None] * (grad_td - y_td * along_t[:, None])
-        grad_low_td = grad_a_td.to(k_sk.dtype)
-        grad_v_sk = tl.dot(tl.trans(p_ts), grad_low_td, grad_v_sk, input_precision=PRECISION)
-        grad_p_ts = tl.dot(grad_low_td, tl.trans(v_sk), input_precision=PRECISION)
-        grad_s_ts = (grad_p_ts * (slope_ts * scale)).to(k_sk.dtype)
-        grad_k_sk = tl.dot(tl.trans(grad_s_ts), q_low_td, grad_k_sk, input_precision=PRECISION)
-        grad_q_td = tl.dot(grad_s_ts, k_sk, grad_a_td, input_precision=PRECISION)
-        x_td = _rows_again(x_ptr, stride_x_t, t0, ql, BLOCK_T, WIDTH, BLOCK_D)
-        q_td = _used((x_td - mean_t[:, None]) * rstd_t[:, None], WIDTH, BLOCK_D)
-        along_t = tl.sum(grad_q_td * q_td, 1) / WIDTH
-        grad_q_td -= (tl.sum(grad_q_td, 1) / WIDTH)[:, None] + q_td * along_t[:, None]
-        grad_td = _rows_again(grad_ptr, stride_g_t, t0, ql, BLOCK_T, WIDTH, BLOCK_D)
-        grad_x_td = grad_q_td * rstd_t[:, None] + grad_td
-        store_rows(grad_x_ptr, WIDTH, t0, ql, grad_x_td, BLOCK_T, WIDTH, BLOCK_D)
-    store_rows(grad_k_ptr, WIDTH, first, k_end, grad_k_sk, BLOCK_S, WIDTH, BLOCK_D)
-    store_rows(grad_v_ptr, WIDTH, first, k_end, grad_v_sk, BLOCK_S, WIDTH, BLOCK_D)
+
+    x_TD: Tensor
+    k_SGK: Tensor
+    v_SGK: Tensor
+    q_offsets_O: Tensor
+    k_offsets_O: Tensor
+    most_keys: int
+    activation: str
+    scale: float
+    eps: tuple[float, float]
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Tokens, keys and sequences."""
+        return self.x_TD.shape[0], self.k_SGK.shape[0], self.q_offsets_O.shape[0] - 1
+
+    @property
+    def lists(self) -> dict[str, Any]:
+        """Arguments of the tile lists."""
+        return {
+            "q_offsets_O": self.q_offsets_O,
+            "k_offsets_O": self.k_offsets_O,
+            "q_tokens": self.x_TD.shape[0],
+            "k_tokens": self.k_SGK.shape[0],
+        }
 
 
 def normed_constants(
     width: int, most_keys: int, activation: str, *, single: bool, back: bool
 ) -> dict[str, Any]:
-    """Return the constants of both kernels.
+    """Return the constants of both kernels of one head.
 
     Args:
         width: of a row.
@@ -220,58 +87,63 @@ def normed_constants(
     """
     return {
         "WIDTH": width,
-        "BLOCK_D": max(16, triton.next_power_of_2(width)),
+        "BLOCK_D": _block(width),
         "ACTIVATION": activation,
         "BLOCK_T": _STEP_SINGLE if single else _BACK_STEP if back else _STEP,
-        "BLOCK_S": max(16, triton.next_power_of_2(most_keys)),
+        "BLOCK_S": _block(most_keys),
         "STAGES": _STAGES,
     }
 
 
-def launch_forward(
-    x_TD: Tensor,
-    k_SGK: Tensor,
-    v_SGV: Tensor,
-    q_offsets_O: Tensor,
-    k_offsets_O: Tensor,
-    *,
-    most_keys: int,
-    activation: str,
-    scale: float,
-    eps: tuple[float, float],
-) -> Tensor:
-    """Return out_TD in the dtype of x, every row written."""
+def rows_constants(width: int) -> dict[str, int]:
+    """Return the constants of a kernel that has whole rows of all heads.
+
+    Args:
+        width: of a row.
+
+    Returns:
+        constants by name, with the number of warps.
+    """
+    block = _block(width)
+    tile = max(block, _TILE_ELEMENTS)
+    return {
+        "WIDTH": width,
+        "BLOCK_D": block,
+        "ROWS": tile // block,
+        "num_warps": min(16, tile // _WARP_ELEMENTS),
+    }
+
+
+def _block(width: int) -> int:
+    return max(16, triton.next_power_of_2(width))
+
+
+def launch_forward(call: Call) -> Tensor:
+    """Return out_TD of tokens of one head, in the dtype of x, every row written."""
+    x_TD, k_SGK, v_SGK = call[:3]
     tokens, width = x_TD.shape
     single = k_SGK.dtype == torch.float32
     out_TD = x_TD.new_empty((tokens, width))
     if tokens == 0:
         return out_TD
     with torch.cuda.device_of(x_TD):
-        tiles = query_tiles(
-            q_offsets_O,
-            k_offsets_O,
-            q_tokens=tokens,
-            k_tokens=k_SGK.shape[0],
-            block_tokens=_STRETCH,
-        )
+        tiles = query_tiles(**call.lists, block_tokens=_STRETCH)
         normed_attention_forward_kernel[(tiles.capacity,)](
             x_TD,
             k_SGK,
-            v_SGV,
+            v_SGK,
             out_TD,
             tiles.entries,
             tiles.count,
-            q_offsets_O,
-            k_offsets_O,
-            tokens,
-            k_SGK.shape[0],
-            q_offsets_O.shape[0] - 1,
-            scale,
-            *eps,
+            call.q_offsets_O,
+            call.k_offsets_O,
+            *call.counts,
+            call.scale,
+            *call.eps,
             x_TD.stride(0),
             k_SGK.stride(0),
-            v_SGV.stride(0),
-            **normed_constants(width, most_keys, activation, single=single, back=False),
+            v_SGK.stride(0),
+            **normed_constants(width, call.most_keys, call.activation, single=single, back=False),
             FAST=may_be_fast(k_SGK),
             STRETCH=_STRETCH,
             num_warps=_WARPS,
@@ -279,59 +151,107 @@ def launch_forward(
     return out_TD
 
 
-def launch_backward(
-    grad_TD: Tensor,
-    x_TD: Tensor,
-    k_SGK: Tensor,
-    v_SGV: Tensor,
-    q_offsets_O: Tensor,
-    k_offsets_O: Tensor,
-    *,
-    most_keys: int,
-    activation: str,
-    scale: float,
-    eps: tuple[float, float],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of x, k and v, every row written; the same bits in every run."""
-    (tokens, width), k_tokens = x_TD.shape, k_SGK.shape[0]
-    batch = q_offsets_O.shape[0] - 1
+def launch_backward(grad_TD: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of x, k and v for one head, every row written.
+
+    Args:
+        grad_TD: gradient of the output, contiguous rows.
+        call: that of the forward.
+
+    Returns:
+        the same bits in every run.
+    """
+    x_TD, k_SGK, v_SGK = call[:3]
+    tokens, k_tokens, batch = call.counts
     gradients = (
         x_TD.new_empty(x_TD.shape),
         k_SGK.new_empty(k_SGK.shape),
-        v_SGV.new_empty(v_SGV.shape),
+        v_SGK.new_empty(v_SGK.shape),
     )
     single = k_SGK.dtype == torch.float32
-    constants = normed_constants(width, most_keys, activation, single=single, back=True)
+    constants = normed_constants(
+        x_TD.shape[1], call.most_keys, call.activation, single=single, back=True
+    )
     with torch.cuda.device_of(x_TD):
-        tiles = key_tiles(
-            q_offsets_O,
-            k_offsets_O,
-            q_tokens=tokens,
-            k_tokens=k_tokens,
-            block_tokens=constants["BLOCK_S"],
-        )
+        tiles = key_tiles(**call.lists, block_tokens=constants["BLOCK_S"])
         normed_attention_backward_kernel[(tiles.capacity + batch + 1,)](
             x_TD,
             k_SGK,
-            v_SGV,
+            v_SGK,
             grad_TD,
             *gradients,
             tiles.entries,
             tiles.count,
-            q_offsets_O,
-            k_offsets_O,
+            call.q_offsets_O,
+            call.k_offsets_O,
             tokens,
             k_tokens,
             batch,
             tiles.capacity,
-            scale,
-            *eps,
+            call.scale,
+            *call.eps,
             x_TD.stride(0),
             k_SGK.stride(0),
-            v_SGV.stride(0),
+            v_SGK.stride(0),
             grad_TD.stride(0),
             **constants,
             FAST=may_be_fast(k_SGK),
             num_warps=_BACK_WARPS,
         )
     return gradients
+
+
+def launch_out(x_TD: Tensor, read_TD: Tensor, *, eps: tuple[float, float]) -> Tensor:
+    """Return RmsNorm(read + LayerNorm(x)) + x in the dtype of x, every row written.
+
+    Args:
+        x_TD: tokens, contiguous rows.
+        read_TD: what attention has read for them, contiguous.
+        eps: of the first and the second norm.
+    """
+    rows, width = x_TD.shape
+    out_TD = x_TD.new_empty((rows, width))
+    if rows == 0:
+        return out_TD
+    constants = rows_constants(width)
+    with torch.cuda.device_of(x_TD):
+        normed_heads_out_kernel[(triton.cdiv(rows, constants["ROWS"]),)](
+            x_TD, read_TD, out_TD, rows, *eps, x_TD.stride(0), **constants
+        )
+    return out_TD
+
+
+def launch_finish(
+    grad_TD: Tensor, grad_q_TD: Tensor, grad_a_TD: Tensor, x_TD: Tensor, *, eps: float
+) -> Tensor:
+    """Return the gradient of x: through the first norm, and beside it by the last residual.
+
+    Args:
+        grad_TD: gradient of the output, contiguous rows.
+        grad_q_TD: that of q by attention, contiguous.
+        grad_a_TD: that of a, which is q's by the residual, contiguous.
+        x_TD: tokens, contiguous rows.
+        eps: of the first norm.
+
+    Returns:
+        the gradient in the dtype of x, every row written.
+    """
+    rows, width = x_TD.shape
+    grad_x_TD = x_TD.new_empty((rows, width))
+    if rows == 0:
+        return grad_x_TD
+    constants = rows_constants(width)
+    with torch.cuda.device_of(x_TD):
+        normed_heads_finish_kernel[(triton.cdiv(rows, constants["ROWS"]),)](
+            x_TD,
+            grad_q_TD,
+            grad_a_TD,
+            grad_TD,
+            grad_x_TD,
+            rows,
+            eps,
+            x_TD.stride(0),
+            grad_TD.stride(0),
+            **constants,
+        )
+    return grad_x_TD

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# It registers the operator that stands between the norms of several heads.
+import gem_attention.kernels.generalized_attention.op  # noqa: F401
 from gem_attention.checks import (
     check_activation,
     check_autograd,
@@ -39,10 +41,13 @@ from gem_opkit.errors import (
     refusal,
 )
 from gem_opkit.impl import Impl, resolve_impl
+from gem_precision.ops import layer_norm
 
 _NAME = "normed_attention"
-# What the kernels hold: keys of a sequence, and width of a row.
+# What the kernels of one head hold: keys of a sequence, and width of a row.
 _MOST_KEYS, _WIDEST = 128, 128
+# Width of a head of several, and of their rows.
+_WIDEST_OF_SEVERAL, _WIDEST_ROW = 256, 16_384
 
 
 def normed_attention_takes(x_TD: Tensor, k_SGK: Tensor, most_keys: int) -> bool:
@@ -54,17 +59,20 @@ def normed_attention_takes(x_TD: Tensor, k_SGK: Tensor, most_keys: int) -> bool:
         most_keys: of a sequence, a host number.
 
     Returns:
-        True for tokens of one head of at most 128 columns and at most 128 keys, all of one dtype of
-        16 bits; in Triton's interpreter of float32, because it gets bfloat16 wrong.
+        True for tokens and keys of one dtype of 16 bits (in Triton's interpreter of float32 or
+        float16, because it gets bfloat16 wrong) with one head of at most 128 columns and at most
+        128 keys, or with several heads of at most 256 and rows of at most 16,384.
     """
     dtypes = (torch.bfloat16, torch.float16) if x_TD.is_cuda else (torch.float32, torch.float16)
-    return (
-        x_TD.shape[1] == k_SGK.shape[2]
-        and x_TD.shape[1] <= _WIDEST
-        and most_keys <= _MOST_KEYS
-        and x_TD.dtype == k_SGK.dtype
-        and k_SGK.dtype in dtypes
-    )
+    if x_TD.dtype != k_SGK.dtype or k_SGK.dtype not in dtypes:
+        return False
+    if _has_heads(x_TD, k_SGK):
+        return k_SGK.shape[2] <= _WIDEST_OF_SEVERAL and x_TD.shape[1] <= _WIDEST_ROW
+    return k_SGK.shape[2] <= _WIDEST and most_keys <= _MOST_KEYS
+
+
+def _has_heads(x_TD: Tensor, k_SGK: Tensor) -> bool:
+    return x_TD.shape[1] > k_SGK.shape[2]
 
 
 def _choose(impl: str, x_TD: Tensor, k_SGK: Tensor, most_keys: int) -> str:
@@ -76,7 +84,8 @@ def _choose(impl: str, x_TD: Tensor, k_SGK: Tensor, most_keys: int) -> str:
             refusal(
                 _NAME,
                 'impl="triton"',
-                must=f"have one head of at most {_WIDEST} columns, at most {_MOST_KEYS} keys, and "
+                must=f"have one head of at most {_WIDEST} columns and {_MOST_KEYS} keys, or "
+                f"several of at most {_WIDEST_OF_SEVERAL} in rows of at most {_WIDEST_ROW}, and "
                 "tokens and keys of one dtype: bfloat16 or float16 on a GPU, float32 or float16 in "
                 "the interpreter",
                 got=f"{x_TD.shape[1]} columns in heads of {k_SGK.shape[2]}, {most_keys} keys, "
@@ -91,8 +100,18 @@ def _readable(x_TD: Tensor) -> Tensor:
     return readable_rows(x_TD.unsqueeze(1)).squeeze(1)
 
 
+def _normalised(x_TD: Tensor, eps: float) -> Tensor:
+    return layer_norm(x_TD, eps=eps, impl="triton")
+
+
+def _by_head(x_TD: Tensor, k_SGK: Tensor) -> Tensor:
+    return x_TD.view(x_TD.shape[0], -1, k_SGK.shape[2])
+
+
 # Lengths are CPU tensors whatever the device of the others, for the reference; the kernels follow
-# the offsets, and the most keys of a sequence, which the host knows.
+# the offsets, and the most keys of a sequence, which the host knows. Besides the output they return
+# LayerNorm(x) and what was read for it where the backward of several heads wants them; else no
+# rows.
 @torch.library.custom_op("gem_attention::normed_attention", mutates_args=())
 def _forward(
     x_TD: Tensor,
@@ -107,33 +126,45 @@ def _forward(
     scale: float,
     eps: float,
     out_eps: float,
+    keep: bool,  # noqa: FBT001 - a schema has no keyword-only flags here
     visible_pairs: int,
     impl: str,
-) -> Tensor:
+) -> tuple[Tensor, Tensor, Tensor]:
+    nothing = (x_TD.new_empty((0, x_TD.shape[1])), x_TD.new_empty((0, x_TD.shape[1])))
     if _choose(impl, x_TD, k_SGK, most_keys) == "triton":
-        from gem_attention.kernels.normed_attention.kernel import launch_forward
+        from gem_attention.kernels.normed_attention import kernel
 
-        return launch_forward(
-            _readable(x_TD),
-            readable_rows(k_SGK),
-            readable_rows(v_SGK),
-            q_offsets_O.contiguous(),
-            k_offsets_O.contiguous(),
-            most_keys=most_keys,
-            activation=activations,
-            scale=scale,
-            eps=(eps, out_eps),
-        )
+        x_TD, k_SGK, v_SGK = _readable(x_TD), readable_rows(k_SGK), readable_rows(v_SGK)
+        places = (q_offsets_O.contiguous(), k_offsets_O.contiguous())
+        if not _has_heads(x_TD, k_SGK):
+            numbers = (most_keys, activations, scale, (eps, out_eps))
+            return kernel.launch_forward(
+                kernel.Call(x_TD, k_SGK, v_SGK, *places, *numbers)
+            ), *nothing
+        q_TD = _normalised(x_TD, eps)
+        read_THK = torch.ops.gem_attention.generalized_attention(
+            _by_head(q_TD, k_SGK), k_SGK, v_SGK, *places, q_lengths_B, k_lengths_B,
+            activations=activations, scale=scale, deterministic=False, visible_pairs=visible_pairs,
+            impl=impl, left_tokens=None, right_tokens=None,
+        )  # fmt: skip
+        read_TD = read_THK.flatten(1)
+        out_TD = kernel.launch_out(x_TD, read_TD, eps=(eps, out_eps))
+        return (out_TD, q_TD, read_TD) if keep else (out_TD, *nothing)
     q_lengths_B, k_lengths_B = demand_lengths(_NAME, q_lengths_B, k_lengths_B)
     names = tuple(activations.split(","))
-    return normed_attention_reference(
+    out_TD = normed_attention_reference(
         x_TD, k_SGK, v_SGK, (q_lengths_B, k_lengths_B), names, scale, (eps, out_eps)
     )
+    return out_TD, *nothing
 
 
 @_forward.register_fake
-def _(x_TD: Tensor, *_: Any) -> Tensor:
-    return x_TD.new_empty(x_TD.shape)
+def _(x_TD: Tensor, k_SGK: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    keep, _, impl = rest[-3:]
+    tokens, row = x_TD.shape
+    kept = tokens if keep and impl == "triton" and _has_heads(x_TD, k_SGK) else 0
+    q_TD, read_TD = (x_TD.new_empty((kept, row)) for _ in range(2))
+    return x_TD.new_empty((tokens, row)), q_TD, read_TD
 
 
 @torch.library.custom_op("gem_attention::normed_attention_backward", mutates_args=())
@@ -142,6 +173,8 @@ def _backward(
     x_TD: Tensor,
     k_SGK: Tensor,
     v_SGK: Tensor,
+    q_TD: Tensor,
+    read_TD: Tensor,
     q_offsets_O: Tensor,
     k_offsets_O: Tensor,
     q_lengths_B: Tensor | None,
@@ -155,20 +188,27 @@ def _backward(
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if _choose(impl, x_TD, k_SGK, most_keys) == "triton":
-        from gem_attention.kernels.normed_attention.kernel import launch_backward
+        from gem_attention.kernels.normed_attention import kernel
 
-        return launch_backward(
-            _readable(grad_out_TD),
-            _readable(x_TD),
-            readable_rows(k_SGK),
-            readable_rows(v_SGK),
-            q_offsets_O.contiguous(),
-            k_offsets_O.contiguous(),
-            most_keys=most_keys,
-            activation=activations,
-            scale=scale,
-            eps=(eps, out_eps),
+        grad_out_TD, x_TD = _readable(grad_out_TD), _readable(x_TD)
+        k_SGK, v_SGK = readable_rows(k_SGK), readable_rows(v_SGK)
+        places = (q_offsets_O.contiguous(), k_offsets_O.contiguous())
+        if not _has_heads(x_TD, k_SGK):
+            numbers = (most_keys, activations, scale, (eps, out_eps))
+            call = kernel.Call(x_TD, k_SGK, v_SGK, *places, *numbers)
+            return kernel.launch_backward(grad_out_TD, call)
+        grad_a_TD, _ = torch.ops.gem_precision.row_norm_backward(
+            grad_out_TD, read_TD, q_TD, None, centred=False, swish=False, eps=out_eps, impl=impl
         )
+        operands = (_by_head(grad_a_TD, k_SGK), _by_head(q_TD, k_SGK), k_SGK, v_SGK)
+        grad_q_THK, *gradients = torch.ops.gem_attention.generalized_attention_backward(
+            *operands, *places, q_lengths_B, k_lengths_B,
+            activations=activations, scale=scale, deterministic=False, visible_pairs=visible_pairs,
+            impl=impl, left_tokens=None, right_tokens=None,
+        )  # fmt: skip
+        grad_q_TD = grad_q_THK.flatten(1)
+        grad_x_TD = kernel.launch_finish(grad_out_TD, grad_q_TD, grad_a_TD, x_TD, eps=eps)
+        return grad_x_TD, *gradients
     q_lengths_B, k_lengths_B = demand_lengths(_NAME, q_lengths_B, k_lengths_B)
     names = tuple(activations.split(","))
     return normed_attention_backward_reference(
@@ -187,23 +227,29 @@ def _(
     )
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:7])
-    ctx.rest = inputs[7:]
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    # What is kept has no gradient of its own, and none is made for it.
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(*inputs[:3], *output[1:], *inputs[3:7])
+    *before, _, visible_pairs, impl = inputs[7:]
+    ctx.rest = (*before, visible_pairs, impl)
 
 
-def _differentiate(ctx: Any, grad_out_TD: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, grad_out_TD: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    if grad_out_TD is None:
+        return (None,) * 15
     gradients = torch.ops.gem_attention.normed_attention_backward(
         grad_out_TD, *ctx.saved_tensors, *ctx.rest
     )
-    return (*gradients, *([None] * 11))
+    return (*gradients, *([None] * 12))
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
 _backward.register_autograd(refuse_second_derivative(_NAME))
 
 
-def _sizes(x_TD: Tensor, k_SGK: Tensor, *, visible_pairs: int) -> dict[str, int]:
+def _sizes(x_TD: Tensor, k_SGK: Tensor, *, visible_pairs: int) -> dict[str, Any]:
     return {
         "visible_pairs": visible_pairs,
         "tokens": x_TD.shape[0],
@@ -216,12 +262,18 @@ def _sizes(x_TD: Tensor, k_SGK: Tensor, *, visible_pairs: int) -> dict[str, int]
     }
 
 
+# torch's counter gives tensors to a formula as they are.
 def _forward_cost(x_TD: Tensor, k_SGK: Tensor, *rest: Any) -> Cost:
-    return normed_attention_cost(**_sizes(x_TD, k_SGK, visible_pairs=rest[-2]))
+    sizes = _sizes(x_TD, k_SGK, visible_pairs=rest[-2])
+    keeps = rest[-3] and rest[-1] == "triton" and _has_heads(x_TD, k_SGK)
+    return normed_attention_cost(**sizes, keeps=keeps)
 
 
-def _backward_cost(_grad_out: Tensor, x_TD: Tensor, k_SGK: Tensor, *rest: Any) -> Cost:
-    return normed_attention_backward_cost(**_sizes(x_TD, k_SGK, visible_pairs=rest[-2]))
+def _backward_cost(
+    _grad_out: Tensor, x_TD: Tensor, k_SGK: Tensor, _v: Tensor, q_TD: Tensor, *rest: Any
+) -> Cost:
+    sizes = _sizes(x_TD, k_SGK, visible_pairs=rest[-2])
+    return normed_attention_backward_cost(**sizes, kept=0 < x_TD.shape[0] == q_TD.shape[0])
 
 
 register_flops(_forward, _forward_cost)
@@ -262,9 +314,10 @@ def normed_attention(
         out_eps: added to the mean square of a, above 0.
         visible_pairs: pairs of token and key of one sequence, for the FLOP count; None counts them
             from host lengths. Inside ``torch.compile`` it must be given.
-        impl: who computes it; see ``gem_opkit.impl``. The kernels take rows of one head of at most
-            128 columns, at most 128 keys a sequence, and bfloat16 or float16 for all operands;
-            ``auto`` gives the rest to the reference.
+        impl: who computes it; see ``gem_opkit.impl``. The kernels take bfloat16 or float16, the
+            same for all operands, with one head of at most 128 columns and at most 128 keys a
+            sequence, or with several of at most 256 and rows of at most 16,384; ``auto`` gives the
+            rest to the reference.
 
     Returns:
         out_TD in the dtype of x.
@@ -279,12 +332,16 @@ def normed_attention(
 
     Numerics: norms, scores, weights and sums in float32 (float64 where any operand is). The kernels
         round q, the weights and their gradients to the dtype of the keys before a product, and
-        nothing else; the reference rounds once, at the end. Activations as in
-        ``generalized_attention``. Bits are the same in every run, of the reference on a CPU with
-        the same number of threads.
-    Cost: 4·H·pairs·K FLOPs forward and 12·H·pairs·K backward. Tokens are read once and written
-        once, backward read twice (x and the gradient) and written once; nothing but the inputs is
-        kept for the backward.
+        nothing else of one head; of several also what is read, the gradient of a, and that of q by
+        attention. The reference rounds once, at the end. Activations as in
+        ``generalized_attention``. Bits are the same in every run for one head, and for several with
+        at most 128 keys or torch's deterministic algorithms; of the reference on a CPU with the
+        same number of threads.
+    Cost: 4·H·pairs·K FLOPs forward and 12·H·pairs·K backward. Of one head tokens are read once and
+        written once, backward read twice (x and the gradient) and written once; nothing but the
+        inputs is kept for the backward. Of several heads q and what is read are kept: 10·H·pairs·K
+        FLOPs backward, and seven passes over the tokens forward and twelve backward, where one
+        operator after the other has eight and sixteen.
     Source: Meta's article on norm fusion (FlashNormAttention).
     """
     sizes = check_shapes(_NAME, x_TD=x_TD, k_SGK=k_SGK, v_SGK=v_SGK)
@@ -329,7 +386,10 @@ def normed_attention(
         check_can_count(_NAME)
         visible_pairs = count_visible_pairs(layout.lengths, k_layout.lengths, None, None)
     most_keys = k_layout.max_length
-    return torch.ops.gem_attention.normed_attention(
+    chosen = _choose(impl, x_TD, k_SGK, most_keys)
+    given = (x_TD, k_SGK, v_SGK)
+    keep = torch.is_grad_enabled() and any(t.requires_grad for t in given)
+    out_TD, _, _ = torch.ops.gem_attention.normed_attention(
         x_TD,
         k_SGK,
         v_SGK,
@@ -342,6 +402,8 @@ def normed_attention(
         check_scale(_NAME, scale, k_SGK.shape[2]),
         eps,
         out_eps,
+        keep,
         visible_pairs,
-        _choose(impl, x_TD, k_SGK, most_keys),
+        chosen,
     )
+    return out_TD

@@ -4,7 +4,13 @@ from gem_opkit.cost import Cost
 
 
 def rotary_heads_cost(
-    *, total_tokens: int, heads: int, key_heads: int, width: int, element_bytes: int
+    *,
+    total_tokens: int,
+    heads: int,
+    key_heads: int,
+    width: int,
+    element_bytes: int,
+    copies_values: bool = True,
 ) -> Cost:
     """Return the cost of a forward pass.
 
@@ -14,11 +20,12 @@ def rotary_heads_cost(
         key_heads: key and value heads.
         width: of a head.
         element_bytes: bytes of an element.
+        copies_values: whether values are read and written too.
 
     Returns:
         no FLOPs, as there is no matrix product; every head read once and written once.
     """
-    elements = total_tokens * (heads + 2 * key_heads) * width
+    elements = total_tokens * (heads + (1 + copies_values) * key_heads) * width
     return Cost(flops=0, bytes=2 * elements * element_bytes)
 
 

@@ -68,7 +68,7 @@ def _forward_kernel(
     qkv_ptr, position_ptr, gap_ptr, rates_ptr, q_ptr, k_ptr, v_ptr, tokens, heads, key_heads, width,
     time_scale, eps,
     NORMED: tl.constexpr, TURNED: tl.constexpr, GAPS: tl.constexpr, H: tl.constexpr,
-    G: tl.constexpr, BLOCK_K: tl.constexpr, TOKENS: tl.constexpr,
+    G: tl.constexpr, BLOCK_K: tl.constexpr, TOKENS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
     row = (heads + 2 * key_heads) * width
     begin = tl.program_id(0).to(tl.int64) * TOKENS
@@ -79,17 +79,19 @@ def _forward_kernel(
             cos, sin = _angles(
                 position_ptr, gap_ptr, rates_ptr, t, width, time_scale, GAPS, BLOCK_K
             )
-        _heads_forward(
-            qkv_ptr, q_ptr, t, 0, heads, width, row, cos, sin, eps, NORMED, TURNED, H, BLOCK_K
-        )
+        if H:
+            _heads_forward(
+                qkv_ptr, q_ptr, t, 0, heads, width, row, cos, sin, eps, NORMED, TURNED, H, BLOCK_K
+            )
         _heads_forward(
             qkv_ptr, k_ptr, t, heads, key_heads, width, row, cos, sin, eps, NORMED, TURNED, G,
             BLOCK_K,
         )  # fmt: skip
-        _heads_forward(
-            qkv_ptr, v_ptr, t, heads + key_heads, key_heads, width, row, cos, sin, eps, False,
-            False, G, BLOCK_K,
-        )  # fmt: skip
+        if VALUES:
+            _heads_forward(
+                qkv_ptr, v_ptr, t, heads + key_heads, key_heads, width, row, cos, sin, eps, False,
+                False, G, BLOCK_K,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -127,10 +129,11 @@ def _backward_kernel(
             cos, sin = _angles(
                 position_ptr, gap_ptr, rates_ptr, t, width, time_scale, GAPS, BLOCK_K
             )
-        _heads_backward(
-            grad_q_ptr, qkv_ptr, out_ptr, t, 0, heads, width, row, cos, sin, eps, NORMED, TURNED,
-            H, BLOCK_K,
-        )  # fmt: skip
+        if H:
+            _heads_backward(
+                grad_q_ptr, qkv_ptr, out_ptr, t, 0, heads, width, row, cos, sin, eps, NORMED,
+                TURNED, H, BLOCK_K,
+            )  # fmt: skip
         _heads_backward(
             grad_k_ptr, qkv_ptr, out_ptr, t, heads, key_heads, width, row, cos, sin, eps, NORMED,
             TURNED, G, BLOCK_K,
@@ -142,12 +145,12 @@ def _backward_kernel(
 
 
 def _launch_constants(qkv, position_T, gap_T, heads, key_heads, *, normed):
-    h, g = triton.next_power_of_2(heads), triton.next_power_of_2(key_heads)
+    h, g = (n and triton.next_power_of_2(n) for n in (heads, key_heads))
     block_k = triton.next_power_of_2(qkv.shape[2])
     return {
         "NORMED": normed, "TURNED": position_T is not None, "GAPS": gap_T is not None,
         "H": h, "G": g, "BLOCK_K": block_k, "TOKENS": _TOKENS,
-        "num_warps": max(1, h * block_k // _WARP_ELEMENTS),
+        "num_warps": max(1, max(h, g) * block_k // _WARP_ELEMENTS),
     }  # fmt: skip
 
 
@@ -155,17 +158,20 @@ def _or(tensor, other):
     return other if tensor is None else tensor
 
 
-def launch_forward(qkv, position_T, gap_T, rates, heads, key_heads, *, normed, time_scale_s, eps):
-    """Split, normalise and turn the heads of all tokens."""
+def launch_forward(
+    qkv, position_T, gap_T, rates, heads, key_heads, *, normed, copies_values, time_scale_s, eps
+):
+    """Split, normalise and turn the heads of all tokens; values of no token where not copied."""
     qkv = qkv.contiguous()
     tokens, _, width = qkv.shape
     q = qkv.new_empty(tokens, heads, width)
-    k, v = (qkv.new_empty(tokens, key_heads, width) for _ in range(2))
+    k = qkv.new_empty(tokens, key_heads, width)
+    v = qkv.new_empty(tokens if copies_values else 0, key_heads, width)
     if tokens:
         with on_device(qkv):
             _forward_kernel[(triton.cdiv(tokens, _TOKENS),)](
                 qkv, _or(position_T, rates), _or(gap_T, rates), rates, q, k, v, tokens, heads,
-                key_heads, width, float(time_scale_s), eps,
+                key_heads, width, float(time_scale_s), eps, VALUES=copies_values,
                 **_launch_constants(qkv, position_T, gap_T, heads, key_heads, normed=normed),
             )  # fmt: skip
     return q, k, v

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from gem_attention.contract import Rotary
 from gem_attention.kernels.rotary_heads.cost import rotary_heads_backward_cost, rotary_heads_cost
@@ -32,11 +33,13 @@ def _forward(
     heads: int,
     key_heads: int,
     normed: bool,  # noqa: FBT001 - a schema has no keyword-only flags here
+    copies_values: bool,  # noqa: FBT001
     time_scale_s: float,
     eps: float,
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    given = {"normed": normed, "time_scale_s": time_scale_s, "eps": eps}
+    given: dict[str, Any] = {"normed": normed, "copies_values": copies_values}
+    given |= {"time_scale_s": time_scale_s, "eps": eps}
     args = (qkv, position_T, gap_T, rates, heads, key_heads)
     if resolve_impl(impl, qkv.device, _NAME, has_triton=_HAS_TRITON) == "triton":
         from gem_attention.kernels.rotary_heads.kernel import launch_forward
@@ -53,13 +56,15 @@ def _(
     rates: Tensor,
     heads: int,
     key_heads: int,
+    normed: bool,  # noqa: FBT001
+    copies_values: bool,  # noqa: FBT001
     *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     tokens, width = qkv.shape[0], qkv.shape[2]
     return (
         qkv.new_empty(tokens, heads, width),
         qkv.new_empty(tokens, key_heads, width),
-        qkv.new_empty(tokens, key_heads, width),
+        qkv.new_empty(tokens if copies_values else 0, key_heads, width),
     )
 
 
@@ -92,24 +97,63 @@ def _(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, qkv: Tensor, *_: Any) -> T
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    qkv, position_T, gap_T, rates, _, _, *ctx.given = inputs
+    qkv, position_T, gap_T, rates, _, _, normed, ctx.copies_values, *rest = inputs
+    ctx.given = (normed, *rest)
     ctx.save_for_backward(qkv, position_T, gap_T, rates)
 
 
 def _differentiate(
     ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor
 ) -> tuple[Tensor | None, ...]:
+    if not ctx.copies_values:
+        grad_v = torch.zeros_like(grad_k)
     grad = torch.ops.gem_attention.rotary_heads_backward(
         grad_q, grad_k, grad_v, *ctx.saved_tensors, *ctx.given
     )
-    return grad, *[None] * 9
+    return grad, *[None] * 10
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
 
 
+class _HeadsBesideValues(torch.autograd.Function):
+    """Queries and keys of the operator, and values where they lie; one gradient for all.
+
+    An operator may not return a view of what it is given, and a slice beside it would have a
+    gradient of its own, as large as the projection.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        position_T, gap_T, rates, heads, key_heads, normed, *rest = given
+        q, k, _ = torch.ops.gem_attention.rotary_heads(
+            *(qkv, position_T, gap_T, rates, heads, key_heads, normed),
+            False,  # noqa: FBT003 - values are not copied
+            *rest,
+        )
+        ctx.save_for_backward(qkv, position_T, gap_T, rates)
+        ctx.given = (normed, *rest)
+        return q, k, qkv[:, heads + key_heads :]
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator's own type
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        grad = torch.ops.gem_attention.rotary_heads_backward(*grads, *ctx.saved_tensors, *ctx.given)
+        return grad, *[None] * 9
+
+
 def _forward_cost(
-    qkv: Tensor, position_T: Any, gap_T: Any, rates: Any, heads: int, key_heads: int, *_: Any
+    qkv: Tensor,
+    position_T: Any,
+    gap_T: Any,
+    rates: Any,
+    heads: int,
+    key_heads: int,
+    normed: bool,  # noqa: FBT001
+    copies_values: bool,  # noqa: FBT001
+    *_: Any,
 ) -> Cost:
     return rotary_heads_cost(
         total_tokens=qkv.shape[0],
@@ -117,6 +161,7 @@ def _forward_cost(
         key_heads=key_heads,
         width=qkv.shape[2],
         element_bytes=qkv.element_size(),
+        copies_values=copies_values,
     )
 
 
@@ -152,6 +197,7 @@ def rotary_heads(
     heads: int,
     key_heads: int,
     normed: bool = True,
+    copies_values: bool = True,
     rotary: Rotary = "position",
     gap_seconds_T: Tensor | None = None,
     rote_time_scale_s: float = 60.0,
@@ -167,17 +213,21 @@ def rotary_heads(
         qkv: (T, heads + 2 · key_heads, K): queries, keys and values of each token, in this order;
             fp32, fp64, bf16 or fp16, K even.
         layout: where each sequence begins.
-        heads: query heads H.
+        heads: query heads H; 0 for keys and values alone.
         key_heads: key and value heads G.
         normed: divide each query and key by its root mean square.
+        copies_values: write the values anew; False returns them as a view of ``qkv``, which moves
+            two passes less. Inside ``torch.compile`` they are copied.
         rotary: ``"none"``, ``"position"`` or ``"rote"``, as in the spec of attention.
         gap_seconds_T: seconds from each token to the request, at least 0; for ``"rote"`` alone.
         rote_time_scale_s: gaps well below it hardly turn, above 0.
         eps: added to the mean square, above 0.
-        impl: who computes it; see ``gem_opkit.impl``.
+        impl: who computes it; see ``gem_opkit.impl``. The kernel takes no fp64: ``auto`` gives it
+            to the reference.
 
     Returns:
-        q_THK, k_TGK and v_TGK in the dtype of the projection, each contiguous.
+        q_THK, k_TGK and v_TGK in the dtype of the projection, each contiguous but for values that
+        are not copied. The gradient of the projection is one tensor either way.
 
     Raises:
         ShapeError: another number of heads or tokens, or an odd width of a head.
@@ -185,8 +235,8 @@ def rotary_heads(
         ConfigError: ``"rote"`` without gaps, an unknown rotation, an eps or a time scale that is
             not above 0.
         DeviceError: gaps on another device.
-        UnsupportedError: gaps that require a gradient; fp64 with a kernel; an ``impl`` that cannot
-            run here.
+        UnsupportedError: gaps that require a gradient; fp64 with ``impl="triton"``; an ``impl``
+            that cannot run here.
 
     Numerics: angles, norm and rotation in fp32 (fp64 for fp64), rounded once; the backward forms
         the norm again from the projection.
@@ -212,17 +262,19 @@ def rotary_heads(
                 )
             )
         check_gaps(_NAME, gap_seconds_T, rote_time_scale_s, like="qkv", device=qkv.device)
-    chosen = resolve_impl(impl, qkv.device, _NAME, has_triton=_HAS_TRITON)
-    if chosen == "triton" and qkv.dtype == torch.float64:
+    # Asked before anything is resolved, because the log says what is resolved.
+    is_double = qkv.dtype == torch.float64
+    if is_double and impl == "triton":
         raise UnsupportedError(
             refusal(
                 _NAME,
                 "impl",
-                must='be "reference" for fp64',
+                must='be "reference" or "auto" for fp64',
                 got="a Triton kernel",
                 fix="use fp32, or the reference",
             )
         )
+    chosen = resolve_impl(impl, qkv.device, _NAME, has_triton=_HAS_TRITON and not is_double)
     wide = torch.float64 if qkv.dtype == torch.float64 else torch.float32
     rates = turn_rates(_NAME, qkv.shape[2], device=qkv.device, dtype=wide)
     position_T = None if rotary == "none" else positions(layout.offsets_O, qkv.shape[0])
@@ -231,14 +283,20 @@ def rotary_heads(
         if rotary == "rote" and gap_seconds_T is not None
         else None
     )
+    given = (qkv, position_T, gap_T, rates, heads, key_heads, normed)
+    rest = (rote_time_scale_s, eps, chosen)
+    if not copies_values and not torch.compiler.is_compiling():
+        return _HeadsBesideValues.apply(*given, *rest)
     return torch.ops.gem_attention.rotary_heads(
-        qkv, position_T, gap_T, rates, heads, key_heads, normed, rote_time_scale_s, eps, chosen
+        *given,
+        True,  # noqa: FBT003 - values are copied
+        *rest,
     )
 
 
 def _check(qkv: Tensor, layout: Layout, heads: int, key_heads: int, eps: float) -> None:
     tokens, each = layout.total_tokens, heads + 2 * key_heads
-    if heads < 1 or key_heads < 1 or qkv.ndim != 3 or qkv.shape[:2] != (tokens, each):
+    if heads < 0 or key_heads < 1 or qkv.ndim != 3 or qkv.shape[:2] != (tokens, each):
         raise ShapeError(
             refusal(
                 _NAME,

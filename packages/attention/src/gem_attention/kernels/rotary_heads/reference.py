@@ -58,16 +58,21 @@ def rotary_heads_reference(  # noqa: PLR0913 - the arguments of the operator
     key_heads: int,
     *,
     normed: bool,
+    copies_values: bool,
     time_scale_s: float,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values; arguments as in the operator."""
+    """Return queries, keys and values; arguments as in the operator.
+
+    Values that are not copied are those of no token.
+    """
     both = heads + key_heads
     turn = _turn_of(position_T, gap_T, rates, time_scale_s)
     n, _ = _normalised(qkv[:, :both].to(rates.dtype), eps, normed=normed)
     y = _turned(n, turn).to(qkv.dtype)
     # Copies, for an operator's results share no memory with each other or with its inputs.
-    parts = (y[:, :heads], y[:, heads:], qkv[:, both:])
+    values = qkv if copies_values else qkv[:0]
+    parts = (y[:, :heads], y[:, heads:], values[:, both:])
     q, k, v = (part.clone(memory_format=torch.contiguous_format) for part in parts)
     return q, k, v
 

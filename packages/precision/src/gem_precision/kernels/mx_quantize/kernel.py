@@ -1,104 +1,85 @@
 """Triton kernels of ``mx_quantize``: a strip of 32 rows, read once, in one orientation or both.
 
-Everything is done on the bits, as integers of 32 bits: neither the rounding of a cast nor the
-flushing of subnormals can then differ between a GPU, its interpreter and a CPU.
+With ``CAST`` elements are rounded by the GPU's own instruction, without it by integers; the bytes
+are the same (``gem_precision.device``).
 """
-
-import contextlib
 
 import torch
 import triton
 import triton.language as tl
 
-from gem_precision.elements import BLOCK, ELEMENTS
+from gem_opkit.device import words_of_columns
+from gem_precision.device import (
+    BITS,
+    bits_of,
+    cast_code,
+    chance_code,
+    element_code,
+    has_cast,
+    on_device,
+    scale_code,
+)
+from gem_precision.elements import BLOCK, CHANCE_BLOCKS, ELEMENTS
 
-_BLOCKS = 4  # blocks of a tile along a row: 128 elements, a full line of memory of each output
-_BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.float16}
-
-
-@triton.jit
-def _bits_of(x):
-    """Return the bits of fp32 numbers, given them, bits of bf16, or fp16."""
-    if x.dtype == tl.int16:
-        bits = x.to(tl.int32) << 16
-    elif x.dtype == tl.float16:
-        bits = x.to(tl.float32).to(tl.int32, bitcast=True)
-    else:
-        bits = x
-    return bits
-
-
-@triton.jit
-def _scale_code(largest, RCEIL: tl.constexpr, LARGEST_EXPONENT: tl.constexpr):
-    code = (largest >> 23) - LARGEST_EXPONENT
-    if RCEIL:
-        # At 2^-127 the quotient in fp32 rounds down onto the power of two once.
-        limit = tl.where(code == 0, 0x600001, 0x600000)
-        code += ((largest & 0x7FFFFF) > limit).to(tl.int32)
-    return tl.where(largest >= 0x7F800000, 255, tl.maximum(code, 0))
-
-
-@triton.jit
-def _element_code(
-    bits, scale, MANTISSA_BITS: tl.constexpr, LEAST_EXPONENT: tl.constexpr,
-    LARGEST_CODE: tl.constexpr,
-):  # fmt: skip
-    magnitude = bits & 0x7FFFFFFF
-    # A subnormal is a whole number of 2^-149; as a float that number shows its leading bit.
-    is_subnormal = magnitude < 0x800000
-    as_float = magnitude.to(tl.float32).to(tl.int32, bitcast=True)
-    leading = tl.where(is_subnormal, as_float, magnitude)
-    exponent = (leading >> 23) - tl.where(is_subnormal, 149, 0)
-    significand = (leading & 0x7FFFFF) | 0x800000
-    # |x| over the scale is significand · 2^power.
-    power = exponent - scale - 23
-    step = tl.maximum(power + (23 - MANTISSA_BITS - LEAST_EXPONENT), 0)
-    shift = tl.minimum(step + LEAST_EXPONENT - power, 25)
-    half_less_one = (1 << (shift - 1)) - 1
-    whole = (significand + half_less_one + ((significand >> shift) & 1)) >> shift
-    code = tl.minimum((step << MANTISSA_BITS) + whole, LARGEST_CODE) | ((bits >> 24) & 0x80)
-    return tl.where(scale == 255, 0x7F, code).to(tl.uint8)
+# Blocks of a tile along a row, and warps, by what is asked for. Two warps write full lines of
+# memory; a single one holds whole columns of a narrow tile, and shuffles least for their largest
+# magnitudes. Integers need more registers, so that their tiles have four warps.
+_TILES = {"rows": (4, 2), "columns": (2, 1), "both": (4, 2), "square": (4, 4)}
+_BLOCKS = 4  # of a tile of the inverse
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _mx_quantize_kernel(
     x_ptr, rows_ptr, row_scales_ptr, columns_ptr, column_scales_ptr, rows, width, blocks_d,
-    tiles_d, stride_t,
+    tiles_d, stride_t, seed,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, SQUARE: tl.constexpr, RCEIL: tl.constexpr,
     MANTISSA_BITS: tl.constexpr, LEAST_EXPONENT: tl.constexpr, LARGEST_EXPONENT: tl.constexpr,
-    LARGEST_CODE: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    LARGEST_CODE: tl.constexpr, CAST: tl.constexpr, CHANCE: tl.constexpr, BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     strip = (tl.program_id(0) // tiles_d).to(tl.int64)
+    first = (tl.program_id(0) % tiles_d) * BLOCKS
     t = strip * BLOCK + tl.arange(0, BLOCK)
-    m = (tl.program_id(0) % tiles_d) * BLOCKS + tl.arange(0, BLOCKS)
-    d = m[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    m = first + tl.arange(0, BLOCKS)
+    # Two dims: with blocks as a third a thread would hold few rows of a column, and shuffle for it.
+    d = first * BLOCK + tl.arange(0, BLOCKS * BLOCK)
     in_t, in_m, in_d = t < rows, m < blocks_d, d < width
-    mask = in_t[:, None, None] & in_d[None, :, :]
-    at = (t * stride_t)[:, None, None] + d[None, :, :]
-    bits = _bits_of(tl.load(x_ptr + at, mask=mask, other=0))
+    mask = in_t[:, None] & in_d[None, :]
+    bits = bits_of(tl.load(x_ptr + (t * stride_t)[:, None] + d[None, :], mask=mask, other=0))
     magnitude = bits & 0x7FFFFFFF
-    to = (t * width)[:, None, None] + d[None, :, :]
+    to = (t * width)[:, None] + d[None, :]
     if ROWS or SQUARE:
-        largest = tl.max(magnitude, axis=2)
+        largest = tl.max(tl.reshape(magnitude, (BLOCK, BLOCKS, BLOCK)), axis=2)
         if SQUARE:
-            scale = _scale_code(tl.max(largest, axis=0), RCEIL, LARGEST_EXPONENT)
-            tl.store(row_scales_ptr + strip * blocks_d + m, scale.to(tl.uint8), mask=in_m)
-            spread = scale[None, :, None]
+            largest = tl.max(largest, axis=0, keep_dims=True)
+        scale = scale_code(largest, RCEIL, LARGEST_EXPONENT)
+        if SQUARE:
+            at = tl.full((1, 1), 0, tl.int64) + strip * blocks_d + m[None, :]
+            tl.store(row_scales_ptr + at, scale.to(tl.uint8), mask=in_m[None, :])
         else:
-            scale = _scale_code(largest, RCEIL, LARGEST_EXPONENT)
-            tl.store(
-                row_scales_ptr + (t * blocks_d)[:, None] + m[None, :], scale.to(tl.uint8),
-                mask=in_t[:, None] & in_m[None, :],
-            )  # fmt: skip
-            spread = scale[:, :, None]
-        code = _element_code(bits, spread, MANTISSA_BITS, LEAST_EXPONENT, LARGEST_CODE)
+            at = (t * blocks_d)[:, None] + m[None, :]
+            tl.store(row_scales_ptr + at, scale.to(tl.uint8), mask=in_t[:, None] & in_m[None, :])
+        spread = tl.broadcast_to(scale[:, :, None], (BLOCK, BLOCKS, BLOCK))
+        spread = tl.reshape(spread, (BLOCK, BLOCKS * BLOCK))
+        if CHANCE:
+            words = words_of_columns(seed, t, t * 0 + first // BLOCKS, t * 0, BLOCKS * BLOCK)
+            code = chance_code(bits, spread, words, MANTISSA_BITS, LEAST_EXPONENT, LARGEST_CODE)
+        elif CAST:
+            code = cast_code(bits, spread, MANTISSA_BITS)
+        else:
+            code = element_code(bits, spread, MANTISSA_BITS, LEAST_EXPONENT, LARGEST_CODE)
         tl.store(rows_ptr + to, code, mask=mask)
     if COLUMNS:
-        scale = _scale_code(tl.max(magnitude, axis=0), RCEIL, LARGEST_EXPONENT)
+        scale = scale_code(tl.max(magnitude, axis=0), RCEIL, LARGEST_EXPONENT)
         tl.store(column_scales_ptr + strip * width + d, scale.to(tl.uint8), mask=in_d)
-        code = _element_code(
-            bits, scale[None, :, :], MANTISSA_BITS, LEAST_EXPONENT, LARGEST_CODE
-        )  # fmt: skip
+        spread = scale[None, :]
+        if CHANCE:
+            words = words_of_columns(seed, t, t * 0 + first // BLOCKS, t * 0 + 1, BLOCKS * BLOCK)
+            code = chance_code(bits, spread, words, MANTISSA_BITS, LEAST_EXPONENT, LARGEST_CODE)
+        elif CAST:
+            code = cast_code(bits, spread, MANTISSA_BITS)
+        else:
+            code = element_code(bits, spread, MANTISSA_BITS, LEAST_EXPONENT, LARGEST_CODE)
         tl.store(columns_ptr + to, code, mask=mask)
 
 
@@ -145,7 +126,7 @@ def _mx_dequantize_kernel(
     tl.store(y_ptr + to, bits.to(tl.float32, bitcast=True), mask=mask)
 
 
-def launch_quantize(x_TD, *, scaling, element, along):
+def launch_quantize(x_TD, *, scaling, element, along, seed=None):
     """Return elements and scales by rows, then by columns; what is not asked for is empty."""
     (rows, width), form = x_TD.shape, ELEMENTS[element]
     strips, blocks_d = triton.cdiv(rows, BLOCK), triton.cdiv(width, BLOCK)
@@ -164,15 +145,20 @@ def launch_quantize(x_TD, *, scaling, element, along):
     )
     if x_TD.numel() == 0:
         return outputs
-    x = (x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()).view(_BITS[x_TD.dtype])
-    tiles_d = triton.cdiv(blocks_d, _BLOCKS)
-    with _on_device(x):
+    x = (x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()).view(BITS[x_TD.dtype])
+    # Random words are drawn for tiles of one width, whatever is best for time.
+    cast = has_cast(x)
+    blocks, warps = _TILES[along] if cast and seed is None else (CHANCE_BLOCKS, 4)
+    tiles_d = triton.cdiv(blocks_d, blocks)
+    with on_device(x):
         _mx_quantize_kernel[(strips * tiles_d,)](
-            x, *outputs, rows, width, blocks_d, tiles_d, x.stride(0),
+            x, *outputs, rows, width, blocks_d, tiles_d, x.stride(0), seed or 0,
             ROWS=along in ("rows", "both"), COLUMNS=by_columns, SQUARE=along == "square",
             RCEIL=scaling == "mxfp8_rceil", MANTISSA_BITS=form.mantissa_bits,
             LEAST_EXPONENT=form.least_exponent, LARGEST_EXPONENT=form.largest_exponent,
-            LARGEST_CODE=form.largest_code, BLOCKS=_BLOCKS, BLOCK=BLOCK, num_warps=4,
+            LARGEST_CODE=form.largest_code, CAST=cast, CHANCE=seed is not None,
+            BLOCKS=blocks, BLOCK=BLOCK,
+            num_warps=warps,
         )  # fmt: skip
     return outputs
 
@@ -187,7 +173,7 @@ def launch_dequantize(elements_TD, scales, *, element, along):
         elements_TD = elements_TD.contiguous()
     strips, blocks_d = triton.cdiv(rows, BLOCK), triton.cdiv(width, BLOCK)
     tiles_d = triton.cdiv(blocks_d, _BLOCKS)
-    with _on_device(elements_TD):
+    with on_device(elements_TD):
         _mx_dequantize_kernel[(strips * tiles_d,)](
             elements_TD, scales.contiguous(), y_TD, rows, width, blocks_d, tiles_d,
             elements_TD.stride(0), COLUMNS=along == "columns", SQUARE=along == "square",
@@ -196,8 +182,3 @@ def launch_dequantize(elements_TD, scales, *, element, along):
             BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip
     return y_TD
-
-
-def _on_device(tensor):
-    """Make the tensor's device the current one: Triton launches there."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()

@@ -47,9 +47,9 @@ class MxMatrix:
 
 @torch.library.custom_op("gem_precision::mx_quantize", mutates_args=())
 def _quantize(
-    x_TD: Tensor, scaling: str, element: str, along: str, impl: str
+    x_TD: Tensor, scaling: str, element: str, along: str, seed: int | None, impl: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    given = {"scaling": scaling, "element": element, "along": along}
+    given: dict[str, Any] = {"scaling": scaling, "element": element, "along": along, "seed": seed}
     if resolve_impl(impl, x_TD.device, "mx_quantize", has_triton=_HAS_TRITON) == "triton":
         from gem_precision.kernels.mx_quantize.kernel import launch_quantize
 
@@ -59,7 +59,7 @@ def _quantize(
 
 @_quantize.register_fake
 def _(
-    x_TD: Tensor, scaling: str, element: str, along: str, impl: str
+    x_TD: Tensor, scaling: str, element: str, along: str, seed: int | None, impl: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     def empty(*shape: int) -> Tensor:
         return x_TD.new_empty(shape, dtype=torch.uint8)
@@ -124,6 +124,7 @@ def mx_quantize(
     element: MxElement = "e4m3",
     block: MxBlock = "1x32",
     along: MxDirection = "rows",
+    seed: int | None = None,
     impl: Impl = "auto",
 ) -> MxMatrix:
     """Quantise a matrix to MXFP8 in one orientation, or once for both.
@@ -140,6 +141,8 @@ def mx_quantize(
         element: ``"e4m3"``, up to 448, or ``"e5m2"``, up to 57,344.
         block: ``"1x32"``, or ``"32x32"`` for squares.
         along: the dim in which blocks of 1x32 lie; a square has none, and takes ``"rows"``.
+        seed: 64 bits from which elements are rounded up or down by chance, so that each is right on
+            average; the same seed gives the same bytes. None rounds to the nearest.
         impl: who computes it; see ``gem_opkit.impl``.
 
     Returns:
@@ -163,7 +166,7 @@ def mx_quantize(
                     fix="leave it out: a square serves both orientations")
         )  # fmt: skip
     where = "square" if block == "32x32" else along
-    found = _quantized("mx_quantize", x_TD, scaling, element, where, impl)
+    found = _quantized("mx_quantize", x_TD, scaling, element, where, seed, impl)
     pair = found[2:] if where == "columns" else found[:2]
     return MxMatrix(pair[0], pair[1], element, where)
 
@@ -173,6 +176,7 @@ def mx_quantize_both(
     *,
     scaling: MxScaling = "mxfp8_rceil",
     element: MxElement = "e4m3",
+    seed: int | None = None,
     impl: Impl = "auto",
 ) -> tuple[MxMatrix, MxMatrix]:
     """Quantise a matrix in blocks of 1x32, by rows and by columns, in one pass.
@@ -181,6 +185,7 @@ def mx_quantize_both(
         x_TD: as ``mx_quantize``.
         scaling: as ``mx_quantize``.
         element: as ``mx_quantize``.
+        seed: as ``mx_quantize``; the two orientations draw different words.
         impl: who computes it; see ``gem_opkit.impl``.
 
     Returns:
@@ -194,7 +199,7 @@ def mx_quantize_both(
     Source: as ``mx_quantize``.
     """
     _check_words("mx_quantize_both", scaling=scaling, element=element)
-    found = _quantized("mx_quantize_both", x_TD, scaling, element, "both", impl)
+    found = _quantized("mx_quantize_both", x_TD, scaling, element, "both", seed, impl)
     by_rows = MxMatrix(found[0], found[1], element, "rows")
     return by_rows, MxMatrix(found[2], found[3], element, "columns")
 
@@ -254,7 +259,7 @@ def mx_dequantize(matrix: MxMatrix, *, impl: Impl = "auto") -> Tensor:
 
 
 def _quantized(
-    op: str, x_TD: Tensor, scaling: str, element: str, along: str, impl: Impl
+    op: str, x_TD: Tensor, scaling: str, element: str, along: str, seed: int | None, impl: Impl
 ) -> Sequence[Tensor]:
     check_shapes(op, x_TD=x_TD)
     if x_TD.dtype not in _DTYPES:
@@ -262,7 +267,11 @@ def _quantized(
             refusal(op, "x_TD", must="be fp32, bf16 or fp16", got=x_TD.dtype, fix="convert it")
         )
     chosen = resolve_impl(impl, x_TD.device, op, has_triton=_HAS_TRITON)
-    return torch.ops.gem_precision.mx_quantize(x_TD.detach(), scaling, element, along, chosen)
+    if seed is not None and not -(2**63) <= seed < 2**63:
+        raise ConfigError(
+            refusal(op, "seed", must="be an integer of 64 bits", got=seed, fix="take a smaller one")
+        )
+    return torch.ops.gem_precision.mx_quantize(x_TD.detach(), scaling, element, along, seed, chosen)
 
 
 _WORDS = {

@@ -17,6 +17,11 @@ spacing. Decoding is exact, but for what is beyond fp32, which becomes its large
 
 A block with NaN or an infinity has s = 255, and all of its elements are NaN.
 
+With a seed an element is rounded to one of its two neighbours by chance: with 2^n values of fp32 in
+the gap between them, an n-bit random word is added below the last bit that stays. The expectation
+of the element is then x over the scale. A word is Philox of the element's row and column, and of
+the direction of its block.
+
 There is no backward: bytes have no derivative. A layer that computes on them writes its own.
 
 Source: OCP Microscaling Formats 1.0 for the format and ``floor``; Mishra et al. 2025
@@ -24,26 +29,33 @@ Source: OCP Microscaling Formats 1.0 for the format and ``floor``; Mishra et al.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from gem_precision.elements import BLOCK, ELEMENTS, NAN_CODE, NAN_SCALE
+from gem_opkit.stochastic import philox_words
+from gem_precision.codes import (
+    MAGNITUDE,
+    bits_of,
+    element_codes,
+    largest_of_blocks,
+    scale_codes,
+    spread,
+)
+from gem_precision.elements import BLOCK, CHANCE_BLOCKS, ELEMENTS, NAN_SCALE
 
 _INFINITE = 0x7F80_0000  # bits of the infinity of fp32
 _LARGEST = 0x7F7F_FFFF  # of its largest finite number
 _NAN = 0x7FC0_0000
-_MAGNITUDE = 0x7FFF_FFFF  # all bits but the sign
 
 
 def mx_quantize_reference(
-    x_TD: Tensor, *, scaling: str, element: str, along: str
+    x_TD: Tensor, *, scaling: str, element: str, along: str, seed: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return elements and scales by rows, then by columns; arguments as in the operator.
 
     What is not asked for is empty. Square blocks are returned as if they were rows.
     """
     nothing = x_TD.new_empty((0, 0), dtype=torch.uint8)
-    bits_TD = _bits(x_TD)
+    bits_TD = bits_of(x_TD)
     found = []
     for is_asked, block in (
         (along in ("rows", "both"), (1, BLOCK)),
@@ -51,14 +63,25 @@ def mx_quantize_reference(
         (along in ("columns", "both"), (BLOCK, 1)),
     ):
         if is_asked:
-            scales = _scale_codes(_largest(bits_TD & _MAGNITUDE, *block), scaling, element)
-            elements_TD = _element_codes(bits_TD, _spread(scales, x_TD, *block), element)
+            scales = scale_codes(largest_of_blocks(bits_TD & MAGNITUDE, *block), scaling, element)
+            words_TD = None if seed is None else _words(seed, x_TD, int(block == (BLOCK, 1)))
+            elements_TD = element_codes(bits_TD, spread(scales, x_TD, *block), element, words_TD)
             found += [elements_TD.to(torch.uint8), scales.to(torch.uint8)]
     if along == "both":
         return found[0], found[1], found[2], found[3]
     if along == "columns":
         return nothing, nothing.clone(), found[0], found[1]
     return found[0], found[1], nothing, nothing.clone()
+
+
+def _words(seed: int, like_TD: Tensor, orientation: int) -> Tensor:
+    """Draw a random word for each element, from its row and column alone."""
+    rows, width = like_TD.shape
+    t = torch.arange(rows, device=like_TD.device)[:, None]
+    d = torch.arange(width, device=like_TD.device)[None, :]
+    tile = CHANCE_BLOCKS * BLOCK
+    four = philox_words(seed, t, d // tile, d % tile // 4, torch.full_like(t, orientation))
+    return torch.stack(four).gather(0, (d % 4).expand(rows, width)[None])[0]
 
 
 def mx_dequantize_reference(
@@ -68,7 +91,7 @@ def mx_dequantize_reference(
     form = ELEMENTS[element]
     block = {"rows": (1, BLOCK), "columns": (BLOCK, 1), "square": (BLOCK, BLOCK)}[along]
     codes_TD = elements_TD.to(torch.int32)
-    scales_TD = _spread(scales.to(torch.int32), elements_TD, *block)
+    scales_TD = spread(scales.to(torch.int32), elements_TD, *block)
     magnitude = codes_TD & 0x7F
     step = (magnitude >> form.mantissa_bits).clamp(min=1) - 1
     whole = magnitude - (step << form.mantissa_bits)
@@ -85,54 +108,3 @@ def mx_dequantize_reference(
     is_nan = (magnitude > form.largest_code) & (magnitude != form.infinite_code)
     is_nan = is_nan | (scales_TD == NAN_SCALE)
     return torch.where(is_nan, _NAN, bits).view(torch.float32)
-
-
-def _bits(x: Tensor) -> Tensor:
-    """Return the bits of the fp32 numbers; not by a cast, which may flush subnormals."""
-    if x.dtype == torch.bfloat16:
-        return x.view(torch.int16).to(torch.int32) << 16
-    return x.to(torch.float32).view(torch.int32)
-
-
-def _largest(magnitude_TD: Tensor, rows: int, columns: int) -> Tensor:
-    """Return the largest magnitude of each block; bits order magnitudes, NaN above all."""
-    t, d = magnitude_TD.shape
-    filled = F.pad(magnitude_TD, (0, -d % columns, 0, -t % rows))
-    blocks = filled.reshape(-(-t // rows), rows, -(-d // columns), columns)
-    return blocks.amax(dim=(1, 3))
-
-
-def _spread(codes: Tensor, like_TD: Tensor, rows: int, columns: int) -> Tensor:
-    """Return the code of each element's block."""
-    t, d = like_TD.shape
-    tall = codes.repeat_interleave(rows, dim=0)[:t]
-    return tall.repeat_interleave(columns, dim=1)[:, :d]
-
-
-def _scale_codes(largest: Tensor, scaling: str, element: str) -> Tensor:
-    code = (largest >> 23) - ELEMENTS[element].largest_exponent
-    if scaling == "mxfp8_rceil":
-        code = code + ((largest & 0x7F_FFFF) > 0x60_0000 + (code == 0).to(torch.int32))
-    return torch.where(largest >= _INFINITE, NAN_SCALE, code.clamp(min=0))
-
-
-def _element_codes(bits: Tensor, scales: Tensor, element: str) -> Tensor:
-    form = ELEMENTS[element]
-    magnitude = bits & _MAGNITUDE
-    # A subnormal is a whole number of 2^-149; as a float that number shows its leading bit.
-    is_subnormal = magnitude < 0x80_0000
-    leading = torch.where(
-        is_subnormal, magnitude.to(torch.float32).view(torch.int32), magnitude
-    )  # fmt: skip
-    exponent = (leading >> 23) - torch.where(is_subnormal, 149, 0)
-    significand = (leading & 0x7F_FFFF) | 0x80_0000
-    # |x| over the scale is significand · 2^power.
-    power = exponent - scales - 23
-    step = (power + 23 - form.mantissa_bits - form.least_exponent).clamp(min=0)
-    # 25 bits less leave less than a half of what 24 bits can hold.
-    shift = (step + form.least_exponent - power).clamp(max=25)
-    half_less_one = (1 << (shift - 1)) - 1
-    whole = (significand + half_less_one + ((significand >> shift) & 1)) >> shift
-    code = ((step << form.mantissa_bits) + whole).clamp(max=form.largest_code)
-    code = code | ((bits >> 24) & 0x80)
-    return torch.where(scales == NAN_SCALE, NAN_CODE, code)

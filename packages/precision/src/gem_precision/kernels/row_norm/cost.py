@@ -30,7 +30,13 @@ def row_norm_cost(
 
 
 def row_norm_backward_cost(
-    *, rows: int, width: int, element_bytes: int, before: bool = False, affine: bool = False
+    *,
+    rows: int,
+    width: int,
+    element_bytes: int,
+    before: bool = False,
+    affine: bool = False,
+    added: bool = False,
 ) -> Cost:
     """Return the cost of a backward pass.
 
@@ -40,9 +46,10 @@ def row_norm_backward_cost(
         element_bytes: bytes of an element of every tensor.
         before: a tensor was added first; its gradient is that of the input.
         affine: each column has a gain.
+        added: another gradient of the input is added in the same pass.
 
     Returns:
         no FLOPs; the gradient and the inputs read once, the gradient of the input written once.
     """
-    tensors = 3 + before
+    tensors = 3 + before + added
     return Cost(flops=0, bytes=(tensors * rows * width + 2 * affine * width) * element_bytes)

@@ -37,8 +37,12 @@ def _forward(
     swish: bool,  # noqa: FBT001
     eps: float,
     impl: str,
+    # Behind impl, so that callers of the operator that drop nothing need not say so.
+    dropout: float = 0.0,
+    seed: int = 0,
 ) -> Tensor:
-    given = {"centred": centred, "swish": swish, "eps": eps}
+    given: dict[str, Any] = {"centred": centred, "swish": swish, "eps": eps}
+    given |= {"dropout": dropout, "seed": seed}
     out_dtype = dtype_of(x, before, after)
     if resolve_impl(impl, x.device, _NAME, has_triton=_HAS_TRITON) == "triton":
         from gem_precision.kernels.row_norm.kernel import launch_forward
@@ -63,13 +67,18 @@ def _backward(
     swish: bool,  # noqa: FBT001
     eps: float,
     impl: str,
+    # Behind impl, so that callers of the operator that have none of it need not name it.
+    added: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    given = {"centred": centred, "swish": swish, "eps": eps}
+    given: dict[str, Any] = {"centred": centred, "swish": swish, "eps": eps}
+    given |= {"dropout": dropout, "seed": seed}
     if resolve_impl(impl, x.device, _NAME, has_triton=_HAS_TRITON) == "triton":
         from gem_precision.kernels.row_norm.kernel import launch_backward
 
-        return launch_backward(grad, x, before, gain_D, **given)
-    grad_a, grad_gain = row_norm_backward_reference(grad, x, before, gain_D, **given)
+        return launch_backward(grad, x, before, gain_D, added, **given)
+    grad_a, grad_gain = row_norm_backward_reference(grad, x, before, gain_D, added, **given)
     return grad_a.contiguous(), grad_gain
 
 
@@ -91,8 +100,9 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, before, gain_D = ctx.saved_tensors
     grads: list[Tensor | None] = [None, None, None, None]
     if ctx.needs_input_grad[0] or ctx.needs_input_grad[1] or ctx.needs_input_grad[3]:
+        *given, dropout, seed = ctx.given
         grad_a, grad_gain = torch.ops.gem_precision.row_norm_backward(
-            grad, x, before, gain_D, *ctx.given
+            grad, x, before, gain_D, *given, None, dropout, seed
         )
         grads[0] = grad_a.to(x.dtype)
         grads[1] = None if before is None else grad_a.to(before.dtype)
@@ -122,9 +132,12 @@ def _forward_cost(
 
 
 def _backward_cost(
-    grad: Tensor, x: Tensor, before: Tensor | None, gain_D: Tensor | None, *_: Any
+    grad: Tensor, x: Tensor, before: Tensor | None, gain_D: Tensor | None, *rest: Any
 ) -> Cost:
-    return row_norm_backward_cost(**_sizes(x), before=before is not None, affine=gain_D is not None)
+    # Centred, swish, eps, impl, and what is added.
+    added = len(rest) > 4 and rest[4] is not None
+    given = {"before": before is not None, "affine": gain_D is not None, "added": added}
+    return row_norm_backward_cost(**_sizes(x), **given)
 
 
 register_flops(_forward, _forward_cost)
@@ -138,13 +151,15 @@ def rms_norm(
     after: Tensor | None = None,
     gain_D: Tensor | None = None,
     swish: bool = False,
+    dropout: float = 0.0,
+    seed: int = 0,
     eps: float = 1e-6,
     impl: Impl = "auto",
 ) -> Tensor:
     """Divide each row by its root mean square, and add what stands around it.
 
         a = x + before      n = a / sqrt(mean(a²) + ε) · gain
-        y = n + after,  or with ``swish``  y = a σ(n) + after
+        y = n + after,  or with ``swish``  y = a σ(n) + after;  with dropout before ``after``
 
     Args:
         x: fp32, fp64, bf16 or fp16, of any shape with at least one dim; the last is normalised.
@@ -152,8 +167,13 @@ def rms_norm(
         after: added last; the shape of x, any floating dtype.
         gain_D: a gain for each column, (D,).
         swish: gate the row by its own norm.
+        dropout: share of the elements that are set to 0 before ``after`` is added, in [0, 1); the
+            others are divided by what is left of 1.
+        seed: which elements: the same ones for the same seed, shape and share on every device,
+            in [0, 2⁶³). Draw another one for every call.
         eps: added to the mean square, above 0, so that a row of zeros gives zeros.
-        impl: who computes it; see ``gem_opkit.impl``.
+        impl: who computes it; see ``gem_opkit.impl``. The kernel holds rows of up to 16,384
+            elements; ``auto`` gives wider ones to the reference.
 
     Returns:
         y, contiguous, in the shape of x and the dtype that holds x, ``before`` and ``after``.
@@ -163,18 +183,19 @@ def rms_norm(
         ShapeError: a scalar, or another shape than that of x.
         DtypeError: a tensor that is not floating point.
         DeviceError: tensors on different devices.
-        ConfigError: an eps that is not above 0.
-        UnsupportedError: an ``impl`` that cannot run here; for a kernel, rows of more than 16,384
-            elements.
+        ConfigError: an eps that is not above 0, a dropout or a seed out of range.
+        UnsupportedError: an ``impl`` that cannot run here; rows of more than 16,384 elements with
+            ``impl="triton"``.
 
     Numerics: everything in fp32 (fp64 where any input is) and rounded once; the gradient of the
         gain is summed in a fixed order.
     Cost: reads each tensor once and writes y once, backward reads the gradient, x and ``before``
-        and writes one gradient for both; nothing but the inputs is kept.
+        and writes one gradient for both; nothing but the inputs is kept, and of dropout the seed.
     Source: Zhang and Sennrich 2019 (arXiv:1910.07467).
     """
+    drop = (dropout, seed)
     return _norm(
-        "rms_norm", x, before, after, gain_D, centred=False, swish=swish, eps=eps, impl=impl
+        "rms_norm", x, before, after, gain_D, drop, centred=False, swish=swish, eps=eps, impl=impl
     )
 
 
@@ -185,13 +206,15 @@ def layer_norm(
     after: Tensor | None = None,
     gain_D: Tensor | None = None,
     swish: bool = False,
+    dropout: float = 0.0,
+    seed: int = 0,
     eps: float = 1e-6,
     impl: Impl = "auto",
 ) -> Tensor:
     """Subtract each row's mean, divide by its standard deviation, and add what stands around it.
 
         a = x + before      n = (a − mean(a)) / sqrt(var(a) + ε) · gain
-        y = n + after,  or with ``swish``  y = a σ(n) + after
+        y = n + after,  or with ``swish``  y = a σ(n) + after;  with dropout before ``after``
 
     There is no offset: the models carry no biases.
 
@@ -201,6 +224,10 @@ def layer_norm(
         after: added last; the shape of x, any floating dtype.
         gain_D: a gain for each column, (D,).
         swish: gate the row by its own norm.
+        dropout: share of the elements that are set to 0 before ``after`` is added, in [0, 1); the
+            others are divided by what is left of 1.
+        seed: which elements: the same ones for the same seed, shape and share on every device,
+            in [0, 2⁶³). Draw another one for every call.
         eps: added to the variance, above 0.
         impl: who computes it; see ``gem_opkit.impl``.
 
@@ -214,8 +241,9 @@ def layer_norm(
     Cost: as ``rms_norm``.
     Source: Ba et al. 2016 (arXiv:1607.06450).
     """
+    drop = (dropout, seed)
     return _norm(
-        "layer_norm", x, before, after, gain_D, centred=True, swish=swish, eps=eps, impl=impl
+        "layer_norm", x, before, after, gain_D, drop, centred=True, swish=swish, eps=eps, impl=impl
     )
 
 
@@ -225,6 +253,7 @@ def _norm(
     before: Tensor | None,
     after: Tensor | None,
     gain_D: Tensor | None,
+    drop: tuple[float, int],
     *,
     centred: bool,
     swish: bool,
@@ -245,8 +274,20 @@ def _norm(
         raise ConfigError(
             refusal(op, "eps", must="be above 0", got=eps, fix="it keeps a row of zeros finite")
         )
-    chosen = resolve_impl(impl, x.device, op, has_triton=_HAS_TRITON)
-    if chosen == "triton" and x.shape[-1] > WIDEST:
+    dropout, seed = drop
+    if not 0.0 <= dropout < 1.0:
+        raise ConfigError(
+            refusal(op, "dropout", must="be in [0, 1)", got=dropout, fix="0 turns it off")
+        )
+    if not 0 <= seed < 2**63:
+        raise ConfigError(
+            refusal(op, "seed", must="be in [0, 2^63)", got=seed, fix="draw it from that range")
+        )
+    # Asked before anything is resolved, because the log says what is resolved.
+    fits = True
+    if x.shape[-1] > WIDEST:
+        fits = False
+    if impl == "triton" and not fits:
         raise UnsupportedError(
             refusal(
                 op,
@@ -256,7 +297,10 @@ def _norm(
                 fix='use impl="reference"',
             )
         )
-    return torch.ops.gem_precision.row_norm(x, before, after, gain_D, centred, swish, eps, chosen)
+    chosen = resolve_impl(impl, x.device, op, has_triton=_HAS_TRITON and fits)
+    return torch.ops.gem_precision.row_norm(
+        x, before, after, gain_D, centred, swish, eps, chosen, dropout, seed
+    )
 
 
 def _check(op: str, name: str, tensor: Tensor, shape: torch.Size, x: Tensor) -> None:

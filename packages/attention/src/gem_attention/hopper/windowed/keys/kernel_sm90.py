@@ -14,7 +14,6 @@ K and V, which is given back an item later.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -34,7 +33,7 @@ from gem_attention.hopper.device import (
     told,
     turns_of,
 )
-from gem_attention.hopper.forward.device import load_rows
+from gem_attention.hopper.forward.device import leave_rows, load_rows
 from gem_attention.hopper.windowed.device import CONSUMERS, SLOTS, release, slot_of
 
 # Numbers of an item that the consumers are told: tile, length of the queries, begin and length of
@@ -54,20 +53,6 @@ def _hand_back(bars, step, steps, STAGES: gl.constexpr):
         mbarrier.arrive(stage_empty.index(stage), count=1)
         step += 1
     return step
-
-
-@gluon.jit
-def _put(desc, tile, out, begin, length, row, col):
-    """Write rows of a sequence by TMA through ``tile``."""
-    ROWS: gl.constexpr = tile.shape[0]
-    WIDTH: gl.constexpr = tile.shape[1]
-    tile.store(out)
-    fence_async_shared()
-    tma.async_copy_shared_to_global(
-        desc,
-        [BOUND, begin + length, BOUND - length + row, col],
-        tile._reinterpret(tile.dtype, [1, 1, ROWS, WIDTH], desc.layout),
-    )
 
 
 # One function, because an accumulator in flight may not leave its loop.
@@ -160,16 +145,16 @@ def _consume(  # noqa: PLR0915
                     mbarrier.arrive(stage_empty.index(stage), count=1)
                     step += 1
                 step = _hand_back(queries, step, high - stop, STAGES)
-            _put(dv_desc, v_mine, dv.to(dtype), k_begin, k_length, key, kv_head * WIDTH)
+            leave_rows(dv_desc, v_mine, dv.to(dtype), k_begin, k_length, key, kv_head * WIDTH)
             out = (dk * scale).to(dtype)
-            _put(dk_desc, k_mine, out, k_begin, k_length, key, kv_head * WIDTH)
+            leave_rows(dk_desc, k_mine, out, k_begin, k_length, key, kv_head * WIDTH)
         else:
             release(empty, turn, PART)
             step = _hand_back(queries, step, (high - low) * GROUP, STAGES)
             if key < k_length:
                 none = gl.zeros([KEYS, WIDTH], dtype, O_LAYOUT)
-                _put(dv_desc, v_mine, none, k_begin, k_length, key, kv_head * WIDTH)
-                _put(dk_desc, k_mine, none, k_begin, k_length, key, kv_head * WIDTH)
+                leave_rows(dv_desc, v_mine, none, k_begin, k_length, key, kv_head * WIDTH)
+                leave_rows(dk_desc, k_mine, none, k_begin, k_length, key, kv_head * WIDTH)
     tma.store_wait(0)
 
 

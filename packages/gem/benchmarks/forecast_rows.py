@@ -1,0 +1,155 @@
+"""Rates that are fitted to measured rows, and forecasts held to all of them.
+
+Used by plot_scaling.py, which writes them down.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gem.config import load_recipe
+from gem.planning.chosen import plan_of_recipe
+from gem.planning.rates import ATTENTION_CASES, DEFAULT, Calibrated, calibrated, read_rows
+from gem.planning.tables import tables_of
+from gem.planning.work import work_of
+from gem_parallel.planning.forecast import Forecast, forecast
+from gem_parallel.planning.rates import Rates
+from gem_parallel.topology import PRESETS
+
+# In the repository: the file that `gem plan` reads its rates from.
+SHIPPED = Path("packages") / "gem" / "src" / "gem" / "planning" / "rates.json"
+# What no row tells.
+CHOSEN = (
+    "contention, and tables that an engine holds: chosen in development, on sharded plans of h200 "
+    "on two H200, at 246 ms a step of one"
+)
+
+
+def step_rows(folder: Path) -> list[dict[str, Any]]:
+    """Every measured step, the one that rates are fitted to first.
+
+    Args:
+        folder: of all results.
+
+    Returns:
+        rows as their benchmark wrote them.
+    """
+    places = [folder / place / "step.jsonl" for place in ("h200", "h200x2")]
+    rows = [row for place in places if place.is_file() for row in read_rows(place)]
+    rows.sort(key=lambda row: (not row["case"].startswith("h200,"), row["gpus"], row["case"]))
+    return rows
+
+
+def fit(folder: Path) -> Calibrated:
+    """Fit rates and links to the rows of a folder.
+
+    Args:
+        folder: of all results.
+
+    Returns:
+        what forecasts of H200s are made with.
+    """
+    benches = sorted({bench for bench, _ in ATTENTION_CASES.values()})
+    places = [folder / "h200" / f"{bench}.jsonl" for bench in benches]
+    rows = [row for place in places if place.is_file() for row in read_rows(place)]
+    rows += [*step_rows(folder), *read_rows(folder / "h200x2" / "collectives.jsonl")]
+    plain = DEFAULT.model_copy(update={"sources": (CHOSEN,)})
+    return calibrated(rows, PRESETS["h200x2"], plain)
+
+
+def shipped(rates: Rates) -> str:
+    """The text of the file that `gem plan` reads its rates from: three digits of each.
+
+    Args:
+        rates: as fitted.
+
+    Returns:
+        JSON.
+    """
+    short = json.loads(
+        rates.model_dump_json(), parse_float=lambda text: float(f"{float(text):.3g}")
+    )
+    return json.dumps(short, indent=2) + "\n"
+
+
+def rates_table(fitted: Calibrated) -> list[str]:
+    """Lines of the table of rates.
+
+    Args:
+        fitted: rates and links.
+
+    Returns:
+        Markdown.
+    """
+    rates, tier = fitted.rates, fitted.topology.host_tier
+    lines = ["| what | forward | backward |", "| --- | ---: | ---: |"]
+    lines += [
+        f"| share of the roofline: {kind} | {share.forward:.2f} | {share.backward:.2f} |"
+        for kind, share in sorted(rates.shares.items())
+    ]
+    return [
+        *lines,
+        f"| share of the bandwidth: dense optimizer | | {rates.optimizer_share:.2f} |",
+        f"| time of whole tables over its estimate | | {rates.table_factor:.1f} |",
+        f"| the same in an engine | | {rates.engine_factor:.1f} |",
+        f"| links in a host, of {tier.gbytes_per_s:.0f} GB/s | | {tier.collective_frac:.2f} |",
+        f"| a collective beside its bytes | | {rates.launch_us:.0f} us |",
+    ]
+
+
+def measured(folder: Path, fitted: Calibrated) -> list[str]:
+    """Lines of the table of measured steps.
+
+    Args:
+        folder: of all results.
+        fitted: rates and links.
+
+    Returns:
+        Markdown; the first row is the one that rates were fitted to. Weak scaling is counted
+        against one GPU with the same recipe.
+    """
+    lines = [
+        "| recipe | GPUs, plan | MFU | weak scaling | measured, ms | forecast, ms | error "
+        "| peak, GiB | forecast, GiB |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    alone: dict[str, float] = {}
+    rows = step_rows(folder)
+    for row in rows:
+        found = forecast_of(row, fitted)
+        name = ", ".join([str(row["case"]).partition(",")[0], *row["set"]])
+        if row["gpus"] == 1:
+            alone[name] = row["e2e_mfu"]
+        here = " (fitted to it)" if row is rows[0] else ""
+        weak = f"{row['e2e_mfu'] / alone[name]:.3f}" if name in alone else "-"
+        error = found.step_ms / row["step_ms"] - 1
+        lines.append(
+            f"| {name}{here} | {row['gpus']}, {row['plan']} | {100 * row['e2e_mfu']:.1f} % | "
+            f"{weak} | {row['step_ms']:.1f} | "
+            f"{found.step_ms:.1f} | {100 * error:+.1f} % | {row['peak_bytes'] / 2**30:.1f} | "
+            f"{found.memory.total / 2**30:.1f} |"
+        )
+    return lines
+
+
+def forecast_of(row: Mapping[str, Any], fitted: Calibrated) -> Forecast:
+    """Forecast the step that a row of bench_step measured.
+
+    Args:
+        row: of step.jsonl.
+        fitted: rates and links.
+
+    Returns:
+        the forecast of its plan.
+    """
+    plan = [f"parallel.{word}" for word in row["plan"].split()] if row["gpus"] > 1 else []
+    # Where an engine holds the tables, their first rows are drawn by place; that costs no step.
+    settings = ['model.embeddings.initial_rows="by_place"', *row["set"], *plan]
+    config = load_recipe(str(row["case"]).partition(",")[0], settings)
+    axes = plan_of_recipe(config)
+    topology = fitted.topology.model_copy(update={"ranks_per_host": row["gpus"]})
+    examples = row["examples_a_rank"]
+    step = tables_of(config, examples=examples).step(axes, topology)
+    work = work_of(config, examples=examples)
+    return forecast(work, axes, topology, tables=step, rates=fitted.rates)

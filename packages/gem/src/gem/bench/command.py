@@ -1,0 +1,158 @@
+"""`gem bench step`: measure, check, and write what was found."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import cast, get_args
+
+from gem.bench.check import CheckReport, check
+from gem.bench.measure import Asked, measure, recipe_of
+from gem.bench.picture import picture
+from gem.bench.rows import write_check, write_row
+from gem.bench.schema import StepReport
+from gem_opkit.errors import ConfigError, refusal
+from gem_opkit.impl import Impl
+from gem_parallel.launch import World, process_group
+
+
+def asked_for(
+    recipe: str,
+    *,
+    settings: Sequence[str] = (),
+    plan: Sequence[str] = (),
+    examples: int | None = None,
+    steps: int = 20,
+    warmup: int = 4,
+    profiled: int = 3,
+    impl: str = "auto",
+) -> Asked:
+    """Put together what the command was asked for.
+
+    Args:
+        recipe: as in `Asked`.
+        settings: likewise.
+        plan: likewise.
+        examples: likewise.
+        steps: likewise.
+        warmup: likewise.
+        profiled: likewise.
+        impl: likewise.
+
+    Raises:
+        ConfigError: a word for ``impl`` that does not exist.
+    """
+    if impl not in get_args(Impl):
+        raise ConfigError(
+            refusal(
+                "gem bench step",
+                "--impl",
+                must=f"be one of {', '.join(get_args(Impl))}",
+                got=repr(impl),
+                fix="leave it away for the kernels",
+            )
+        )
+    return Asked(
+        recipe=recipe,
+        settings=tuple(settings),
+        plan=tuple(plan),
+        examples=examples,
+        steps=steps,
+        warmup=warmup,
+        profiled=profiled,
+        impl=cast(Impl, impl),
+    )
+
+
+def bench_step(
+    asked: Asked,
+    *,
+    out: Path | None = None,
+    svg: Path | None = None,
+    rows: Path | None = None,
+    told: Callable[[str], None],
+) -> StepReport | None:
+    """Measure the steps of a recipe, and write what was asked for.
+
+    Args:
+        asked: what.
+        out: file of the JSON document.
+        svg: file of the picture.
+        rows: folder of results, in which a row is kept by device.
+        told: called with what is done.
+
+    Returns:
+        the report; None on all ranks but the first.
+
+    Raises:
+        ConfigError, MeasurementError: as `measure`, and a picture of steps that are not profiled.
+    """
+    if svg is not None and not asked.profiled:
+        raise ConfigError(
+            refusal(
+                "gem bench step",
+                "--svg",
+                must="go with profiled steps",
+                got="--profile 0",
+                fix="leave --profile away",
+            )
+        )
+    with process_group(recipe_of(asked, World()).train.device) as world:
+        report = measure(asked, world, told=told)
+        if not world.is_first:
+            return None
+        for path, text in (
+            (out, lambda: report.model_dump_json(indent=2) + "\n"),
+            (svg, lambda: picture(report)),
+        ):
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text(), encoding="utf-8")
+        if rows is not None:
+            write_row(rows, report)
+        return report
+
+
+def bench_check(
+    asked: Asked,
+    *,
+    further: int = 0,
+    rows: Path | None = None,
+    told: Callable[[str], None],
+) -> CheckReport:
+    """Compare kernels with references over the steps of a recipe.
+
+    Args:
+        asked: what.
+        further: steps that the kernels go on for alone.
+        rows: folder of results, in which a row is kept by device.
+        told: called with what is done.
+
+    Returns:
+        the report.
+    """
+    with process_group(recipe_of(asked, World()).train.device) as world:
+        report = check(asked, world, further=further, told=told)
+        if rows is not None:
+            write_check(rows, report)
+        return report
+
+
+def check_text(report: CheckReport) -> str:
+    """Write a comparison for people.
+
+    Args:
+        report: of three runs.
+
+    Returns:
+        lines of text, ending in a newline.
+    """
+    lines = [f"{report.recipe}: {report.steps} steps of {report.examples} examples, three ways"]
+    for run in (report.exact, report.reference, report.kernels):
+        ne = ", ".join(f"{task} {value:.4f}" for task, value in run.ne.items())
+        lines.append(
+            f"   {run.precision}, impl={run.impl}: loss {run.losses[0]:.4f} to "
+            f"{run.losses[-1]:.4f}, NE {ne}"
+        )
+    if further := len(report.kernels.further_losses):
+        lines.append(f"   the kernels went on for {further} steps")
+    lines.append("the kernels agree" if report.agrees else f"they do not agree: {report.said}")
+    return "\n".join(lines) + "\n"

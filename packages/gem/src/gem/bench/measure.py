@@ -1,0 +1,462 @@
+"""Time whole steps of a recipe, as the trainer runs them, on batches that lie on the device.
+
+No data set is read, so that waiting for data is left out. Each rank draws its own histories,
+uniform on 1 to the longest; the batch grows with the ranks (weak scaling). Where memory does not
+hold a batch it is run in more parts, and the report says so. Before anything is timed, the losses
+of the first steps must be finite and near what an untrained model has.
+"""
+
+import gc
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import mean, median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gem.bench.kept import kept_for_backward
+from gem.bench.record import profile_of, record
+from gem.bench.regions import ModuleRanges, RegionFlops, region_flops
+from gem.bench.schema import Efficiency, Profile, StepMemory, StepReport
+from gem.config import RunConfig, load_recipe
+from gem.data.batch import ExampleBatch
+from gem.data.schema import BatchSchema
+from gem.dry_run.build import build_step
+from gem.dry_run.inputs import random_batch, uniform_lengths
+from gem.planning.schema import declared_schema
+from gem.train.clock import StepClock
+from gem.train.guard import Guard
+from gem.train.local_tensors import local_part
+from gem.train.loop_state import LoopState
+from gem.train.mfu import efficiency
+from gem.train.step import TrainStep, plan_of
+from gem_opkit.bench import provenance
+from gem_opkit.ceilings import device_name, device_peak
+from gem_opkit.errors import MeasurementError, refusal
+from gem_opkit.impl import Impl, auto_means
+from gem_parallel.collectives import all_reduce_sum, barrier
+from gem_parallel.launch import World
+
+BATCHES, MOST_PARTS = 4, 16
+# Share by which the first loss may differ from that of the base rates: random logits, few labels.
+LOSS_BAND = 0.3
+LEFT_OUT = "reading data; batches lie on the device"
+_OP = "gem bench step"
+_determinism: Any = torch.utils.deterministic  # its setting is a property that no checker sees
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is to be measured.
+
+    Attributes:
+        recipe: name or path.
+        settings: keys of the recipe that are replaced.
+        plan: texts ``axis=size``.
+        examples: of a rank; None for the recipe's whole batch on each rank.
+        steps: that are timed, above 0.
+        warmup: steps before them, above 0.
+        profiled: steps that are profiled afterwards; 0 for none.
+        impl: what ``impl="auto"`` of every operator stands for.
+    """
+
+    recipe: str
+    settings: tuple[str, ...] = ()
+    plan: tuple[str, ...] = ()
+    examples: int | None = None
+    steps: int = 20
+    warmup: int = 4
+    profiled: int = 3
+    impl: Impl = "auto"
+
+
+def measure(
+    asked: Asked,
+    world: World,
+    *,
+    told: Callable[[str], None] = lambda stage: None,
+    look: Callable[[TrainStep, Sequence[ExampleBatch]], None] | None = None,
+) -> StepReport:
+    """Run the steps of a recipe under a plan, in as few parts a batch as memory holds.
+
+    Args:
+        asked: what.
+        world: the ranks; all have to call this.
+        told: called with what is done, so that a run that is cut off tells how far it came.
+        look: called with the step and its batches when all is measured.
+
+    Returns:
+        the report; its profile is that of this rank.
+
+    Raises:
+        ConfigError: a recipe, a key or a plan that does not exist.
+        MeasurementError: memory does not hold the step in any number of parts, or a loss is not
+            that of an untrained model.
+    """
+    config = recipe_of(asked, world)
+    plan_of(config, world)  # refuses one for other ranks before anything is drawn
+    schema = declared_schema(config)
+    batches = _batches(asked, config, schema, world)
+    _said(told, "batches", world)
+    before = torch.are_deterministic_algorithms_enabled(), _determinism.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(config.train.deterministic)
+    _determinism.fill_uninitialized_memory = False
+    try:
+        with auto_means(asked.impl):
+            while True:
+                bench = _Bench(asked, config, schema, world, batches, told)
+                found = bench.run(look)
+                if found is not None:
+                    return found
+                config = _in_more_parts(asked, config, world)
+                told(f"memory does not hold it: {config.train.accumulation_parts} parts")
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        _determinism.fill_uninitialized_memory = before[1]
+
+
+def recipe_of(asked: Asked, world: World, *further: str) -> RunConfig:
+    """Read the recipe as it is measured.
+
+    Args:
+        asked: recipe, settings, plan, and examples of a rank.
+        world: the ranks.
+        further: keys that are replaced on top.
+
+    Returns:
+        the config, its batch that of all ranks.
+    """
+    examples = asked.examples
+    if examples is None:
+        examples = load_recipe(asked.recipe, asked.settings).train.batch_examples
+    # A rank that holds a part of the tables draws rows by their place, so all do.
+    overrides = ["model.embeddings.initial_rows=by_place", *asked.settings]
+    overrides += [f"train.batch_examples={examples * world.size}"]
+    overrides += [f"parallel.{text}" for text in asked.plan]
+    return load_recipe(asked.recipe, [*overrides, *further])
+
+
+def _in_more_parts(asked: Asked, config: RunConfig, world: World) -> RunConfig:
+    parts = 2 * config.train.accumulation_parts
+    if parts > MOST_PARTS:
+        raise MeasurementError(
+            refusal(
+                _OP,
+                "memory",
+                must=f"hold the step in {MOST_PARTS} parts",
+                got="too little",
+                fix="lower --examples",
+            )
+        )
+    return recipe_of(asked, world, f"train.accumulation_parts={parts}")
+
+
+def _batches(
+    asked: Asked, config: RunConfig, schema: BatchSchema, world: World
+) -> list[ExampleBatch]:
+    draw = torch.Generator().manual_seed(world.rank)
+    examples = config.train.batch_examples // world.size
+    found = []
+    for _ in range(min(BATCHES, asked.steps + asked.warmup)):
+        lengths = {s.name: uniform_lengths(examples, s.max_events, draw) for s in schema.streams}
+        found.append(random_batch(schema, lengths, draw).to(world.device))
+    return found
+
+
+def _said(told: Callable[[str], None], stage: str, world: World) -> None:
+    if world.device.type == "cuda":
+        torch.cuda.synchronize()
+    if world.is_first:
+        told(stage)
+
+
+class _Bench:
+    """One try to measure, in a given number of parts."""
+
+    def __init__(
+        self,
+        asked: Asked,
+        config: RunConfig,
+        schema: BatchSchema,
+        world: World,
+        batches: Sequence[ExampleBatch],
+        told: Callable[[str], None],
+    ) -> None:
+        self.asked, self.config, self.schema, self.world = asked, config, schema, world
+        self.batches, self.told = batches, told
+        self.on_gpu = world.device.type == "cuda"
+        self.flops = [region_flops(config, schema, batch) for batch in batches]
+
+    def run(
+        self, look: Callable[[TrainStep, Sequence[ExampleBatch]], None] | None
+    ) -> StepReport | None:
+        """Measure; None where memory does not hold it."""
+        try:
+            return self._measured(look)
+        except torch.OutOfMemoryError:
+            if self.world.size > 1:
+                raise  # the others wait in a collective: start again with more parts
+        gc.collect()
+        torch.cuda.empty_cache()
+        return None
+
+    def _measured(
+        self, look: Callable[[TrainStep, Sequence[ExampleBatch]], None] | None
+    ) -> StepReport:
+        asked, world = self.asked, self.world
+        clock = StepClock(world.device)
+        step = build_step(
+            self.config,
+            self.schema,
+            world,
+            total_steps=asked.warmup + asked.steps,
+            clock=clock,
+            guard=Guard(self.config.train.guard, world, LoopState()),
+        )
+        ranges = ModuleRanges(step.model, [*self.flops[0]])
+        _said(self.told, "model", world)
+        losses = []
+        for number in range(asked.warmup):
+            losses.append(step(self._batch(number), number).loss)
+            _said(self.told, f"step {number}", world)
+        first_loss = self._checked_loss(losses)
+        held_bytes = torch.cuda.memory_allocated() if self.on_gpu else None
+        if self.on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        barrier(world)
+        clock.__dict__.update(StepClock(world.device).__dict__)
+        numbers = range(asked.warmup, asked.warmup + asked.steps)
+        timed = [self._timed(step, clock, number) for number in numbers]
+        clock.settle()
+        peak_bytes = torch.cuda.max_memory_allocated() if self.on_gpu else None
+        _said(self.told, "timed", world)
+        all_loss = all_reduce_sum(torch.stack(timed).double(), world)
+        self._demand_finite(all_loss, asked.warmup)
+        step_ms, sections = list(clock.step_ms), dict(clock.seconds)
+        profile = self._profile(step, clock, ranges)
+        memory = self._memory(step, peak_bytes)
+        _said(self.told, "profiled", world)
+        ranges.remove()
+        if look is not None:
+            look(step, self.batches)
+        return self._report(
+            step_ms, sections, profile, memory, held_bytes, (first_loss, float(all_loss[-1]))
+        )
+
+    def _batch(self, number: int) -> ExampleBatch:
+        return self.batches[number % len(self.batches)]
+
+    def _timed(self, step: TrainStep, clock: StepClock, number: int) -> Tensor:
+        clock.begin_step()
+        loss = step(self._batch(number), number).loss
+        clock.end_step()
+        return loss
+
+    def _checked_loss(self, losses: Sequence[Tensor]) -> float:
+        """The loss of the first step; refuses a step that computes something else."""
+        total = [float(all_reduce_sum(loss.double(), self.world)) for loss in losses]
+        rates = [self.config.model.heads.base_rates.get(task, 0.5) for task in self.schema.labels]
+        # Half of the labels are 1, and an untrained model says the base rates.
+        wanted = -0.5 * sum(math.log(rate) + math.log(1.0 - rate) for rate in rates)
+        if not all(math.isfinite(x) for x in total) or abs(total[0] - wanted) > LOSS_BAND * wanted:
+            raise MeasurementError(
+                refusal(
+                    _OP,
+                    "loss",
+                    must=f"be finite and begin near {wanted:.3f}",
+                    got=[round(x, 4) for x in total],
+                    fix="check the model before its speed",
+                )
+            )
+        return total[0]
+
+    def _demand_finite(self, losses: Tensor, first: int) -> None:
+        wrong = (~torch.isfinite(losses)).nonzero().flatten().tolist()
+        if wrong:
+            raise MeasurementError(
+                refusal(
+                    _OP,
+                    "loss",
+                    must="be finite in every step",
+                    got=f"{float(losses[wrong[0]])} in step {first + wrong[0]}",
+                    fix="check the model before its speed",
+                )
+            )
+
+    def _profile(self, step: TrainStep, clock: StepClock, ranges: ModuleRanges) -> Profile | None:
+        """Of the first rank; the others run the same steps, as collectives need all."""
+        asked = self.asked
+        if not asked.profiled:
+            return None
+
+        def run(number: int) -> None:
+            self._timed(step, clock, number)
+
+        if not self.world.is_first:
+            for number in range(asked.profiled + 1):
+                run(number)
+            return None
+        events = record(run, asked.profiled, clock=clock, ranges=ranges)
+        counted = [self.flops[n % len(self.flops)] for n in range(1, asked.profiled + 1)]
+        peak = device_peak(device_name(self.world.device)).flops_per_s
+        return profile_of(events, _mean_flops(counted), peak_flops_per_s=peak)
+
+    def _memory(self, step: TrainStep, peak_bytes: int | None) -> StepMemory:
+        parameters = _bytes([*step.dense.values(), *step.table_parameters, *_copies(step)])
+        if step.engine is not None:
+            engine: Any = step.engine  # a module, whose methods no checker sees
+            parameters += engine.resident_bytes()
+        state = [
+            value
+            for optimizer in step.optimizers.values()
+            for entry in optimizer.state.values()
+            for value in entry.values()
+            if isinstance(value, Tensor)
+        ]
+        optimizer_bytes = _bytes([*state, *step.ema.values()])
+        kept_bytes, ratio = None, None
+        if self.world.size == 1:
+            kept_bytes = self._kept(step)
+            if peak_bytes is not None:
+                ratio = peak_bytes / (parameters + optimizer_bytes + kept_bytes)
+        return StepMemory(
+            parameter_bytes=parameters,
+            optimizer_bytes=optimizer_bytes,
+            kept_bytes=kept_bytes,
+            peak_bytes=peak_bytes,
+            peak_ratio=ratio,
+        )
+
+    def _kept(self, step: TrainStep) -> int:
+        """Of the largest part of a batch, as the next part begins without it."""
+        given = [*step.model.parameters(), *step.model.buffers(), *_copies(step)]
+        given += _tensors(self.batches[0])
+        largest = 0
+        with kept_for_backward(given) as kept:
+
+            def begin(module: nn.Module, inputs: Any) -> None:
+                nonlocal largest
+                largest = max(largest, kept.bytes)
+                kept.sizes.clear()
+
+            handle = step.wrapped.register_forward_pre_hook(begin)
+            try:
+                step(self.batches[0], 0)
+            finally:
+                handle.remove()
+            return max(largest, kept.bytes)
+
+    def _report(
+        self,
+        step_ms: Sequence[float],
+        sections: dict[str, float],
+        profile: Profile | None,
+        memory: StepMemory,
+        held_bytes: int | None,
+        losses: tuple[float, float],
+    ) -> StepReport:
+        asked, world, config = self.asked, self.world, self.config
+        numbers = range(asked.warmup, asked.warmup + asked.steps)
+        own = _mean_flops([self.flops[n % len(self.flops)] for n in numbers])
+        parts = (
+            sum(each.attention.total for each in own.values()),
+            sum(each.products.total for each in own.values()),
+        )
+        sums = torch.tensor(parts, dtype=torch.float64, device=world.device)
+        attention, products = (float(x) for x in all_reduce_sum(sums, world))
+        examples, middle = config.train.batch_examples, median(step_ms)
+        reached = efficiency(
+            flops_per_example=(attention + products) / examples,
+            examples_per_step=examples,
+            step_ms=middle,
+            device_name=device_name(world.device),
+            world_size=world.size,
+        )
+        return StepReport(
+            recipe=config.name,
+            settings=asked.settings,
+            plan=" ".join(asked.plan) or f"replicate={world.size}",
+            impl=asked.impl,
+            device=device_name(world.device),
+            gpus=world.size,
+            examples_a_rank=self.batches[0].examples,
+            parts=config.train.accumulation_parts,
+            events_a_rank=tuple(batch.event_tokens for batch in self.batches),
+            steps=asked.steps,
+            step_ms=middle,
+            step_ms_fastest=min(step_ms),
+            step_ms_slowest=max(step_ms),
+            examples_per_s=1e3 * examples / middle,
+            flops_a_step=round(attention + products),
+            flops_attention=round(attention),
+            flops_products=round(products),
+            efficiency=_efficiency(reached, profile, world.size),
+            sections_ms={k: 1e3 * v / asked.steps for k, v in sections.items() if v},
+            profile=profile,
+            host_gap_ms=None if profile is None else max(0.0, middle - profile.busy_ms),
+            memory=memory,
+            held_bytes=held_bytes,
+            loss_first=losses[0],
+            loss_last=losses[1],
+            left_out=LEFT_OUT,
+            provenance=provenance(),
+        )
+
+
+def _efficiency(reached: dict[str, Any], profile: Profile | None, ranks: int) -> Efficiency:
+    """MFU, and what of it waiting for others takes: the collectives that no compute hides."""
+    ratio: float | None = 1.0
+    if ranks > 1:
+        ratio = None
+        if profile is not None:
+            ratio = 1.0 - next(k.share for k in profile.kinds if k.kind == "collectives")
+    e2e = reached["e2e_mfu"]
+    return Efficiency(
+        peak_tflops=reached["peak_tflops"],
+        peak_source=reached["peak_source"],
+        e2e_mfu=e2e,
+        local_mfu=None if e2e is None or not ratio else e2e / ratio,
+        scaling_ratio=ratio,
+    )
+
+
+def _mean_flops(steps: Sequence[dict[str, RegionFlops]]) -> dict[str, RegionFlops]:
+    """Of several steps, whole FLOPs."""
+
+    def middle(name: str, part: str) -> Any:
+        counts = [getattr(step[name], part) for step in steps]
+        kind = type(counts[0])
+        return kind(
+            round(mean(each.forward for each in counts)),
+            round(mean(each.backward for each in counts)),
+        )
+
+    return {
+        name: RegionFlops(middle(name, "attention"), middle(name, "products")) for name in steps[0]
+    }
+
+
+def _copies(step: TrainStep) -> list[Tensor]:
+    """Weights in half precision that the passes read, beside those that the optimizer moves."""
+    return [] if step.working is None else list(step.working.copies.values())
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    own = [local_part(tensor) for tensor in tensors]
+    return sum(tensor.numel() * tensor.element_size() for tensor in own)
+
+
+def _tensors(batch: ExampleBatch) -> list[Tensor]:
+    found = [value for value in _fields(batch) if isinstance(value, Tensor)]
+    for stream in batch.streams.values():
+        fields = [*stream.ids.values(), stream.numbers, stream.gap_seconds]
+        found += [own.values for own in fields] + [stream.numbers.offsets_O]
+    for ids in batch.ids.values():
+        found += [ids.values, ids.offsets_O]
+    return found
+
+
+def _fields(batch: ExampleBatch) -> list[Any]:
+    return [getattr(batch, name) for name in ExampleBatch.__slots__]

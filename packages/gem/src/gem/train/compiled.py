@@ -1,0 +1,59 @@
+"""torch.compile over the parts of a model whose shapes do not follow the lengths of histories.
+
+One graph for each region: the summary and the experts of a layer, and the heads. Event streams stay
+as they are: their operators have kernels of their own, which take in what stands around them.
+"""
+
+from torch import nn
+
+from gem.model.gem import GemModel
+from gem_opkit.errors import UnsupportedError, refusal
+from gem_parallel.contract import ParallelPlan
+
+
+def regions(model: nn.Module) -> list[str]:
+    """Name the submodules that are compiled, each as one graph.
+
+    Args:
+        model: from `gem.model.build.build_model`.
+
+    Returns:
+        qualified names, in the order in which the model runs them.
+    """
+    found = []
+    if isinstance(model, GemModel):
+        for place, layer in enumerate(model.layers):
+            found += [
+                f"layers.{place}.{name}"
+                for name in ("summary", "experts")
+                if getattr(layer, name) is not None
+            ]
+    return [*found, "heads"]
+
+
+def compile_regions(model: nn.Module, plan: ParallelPlan, backend: str) -> None:
+    """Compile the regions of a model in place; each is traced when it is first called.
+
+    A batch of another size makes a graph anew once, for any size from then on.
+
+    Args:
+        model: before it is spread over ranks.
+        plan: of the ranks.
+        backend: of ``torch.compile``.
+
+    Raises:
+        UnsupportedError: a plan that gathers parameters or spreads experts, whose collectives run
+            between the modules of a region.
+    """
+    if plan.shard > 1 or plan.expert > 1:
+        raise UnsupportedError(
+            refusal(
+                "gem train",
+                "train.compile",
+                must='be "off" where a plan cuts parameters or spreads experts',
+                got=f"{backend!r} with parallel.shard={plan.shard}, parallel.expert={plan.expert}",
+                fix="leave it out, or give the ranks to parallel.replicate",
+            )
+        )
+    for name in regions(model):
+        model.get_submodule(name).compile(fullgraph=True, backend=backend)

@@ -1,0 +1,66 @@
+"""A run whose linear layers multiply in 8 bits: it trains, says so, and refuses odd patterns."""
+
+import pytest
+import torch
+
+from gem.data.prepare import default_folder, prepare
+from gem.data.reader import open_reader
+from gem.model.build import build_model, late_layers
+from gem.train.clock import StepClock
+from gem.train.step import TrainStep
+from gem_opkit.errors import ConfigError
+from gem_parallel.launch import World
+from gem_precision.layers import Projection
+
+SMALL = ("model.dropout=0.0", "data.max_rows=64", 'model.layers=["interaction", "interaction"]')
+
+
+def steps_of(config, data_root, *, count=3):
+    """Losses of steps, and the step."""
+    folder = default_folder(config.data, data_root)
+    prepare("synthetic", folder, options=config.data.synthetic)
+    reader = open_reader(folder, config.data, batch_size=16)
+    torch.manual_seed(config.seed)
+    model = build_model(config.model, reader.schema)
+    clock = StepClock(torch.device("cpu"))
+    step = TrainStep(config, model, reader.schema, World(), total_steps=9, clock=clock)
+    batches = iter(reader.batches("train"))
+    return [float(step(next(batches), n).loss) for n in range(count)], step
+
+
+def test_linear_layers_but_heads_and_the_last_layer_multiply_in_8_bits(tiny, data_root):
+    settings = ('precision.recipe="mxfp8_rceil"',)
+    plain, _ = steps_of(tiny(*SMALL, 'precision.default="bf16_autocast"'), data_root)
+    losses, step = steps_of(tiny(*SMALL, *settings), data_root)
+    done = step.low_precision
+    assert done.formats
+    assert late_layers(step.model) == ["heads", "layers.1"]
+    for name, layer in step.model.named_modules():
+        if isinstance(layer, Projection):
+            late = name.startswith(("heads.", "layers.1."))
+            assert (layer.formats is None) == late, name
+            assert (name in done.kept) == late, name
+    assert losses[0] == pytest.approx(plain[0], rel=0.02)
+    assert losses != plain
+    # The same run again is the same to the bit.
+    assert steps_of(tiny(*SMALL, *settings), data_root)[0] == losses
+
+
+def test_block_fp8_leaves_small_layers_in_bf16(tiny, data_root):
+    plain, _ = steps_of(tiny(*SMALL, 'precision.default="bf16_autocast"'), data_root)
+    losses, step = steps_of(tiny(*SMALL, 'precision.recipe="fp8_block"'), data_root)
+    assert not step.low_precision.formats
+    assert losses == plain
+
+
+def test_a_rule_that_fits_nothing_names_the_nearest_modules(tiny, data_root):
+    rule = 'precision.rules=[{modules="layer.0.*", forward="mxfp8_rceil"}]'
+    with pytest.raises(
+        ConfigError, match=r"rules must fit a linear layer .*nearest names: .*layers"
+    ):
+        steps_of(tiny(*SMALL, rule), data_root, count=0)
+
+
+def test_a_recipe_of_8_bits_cannot_have_its_rest_in_fp32(tiny):
+    with pytest.raises(ConfigError, match='default must be "bf16_autocast"'):
+        tiny('precision.recipe="fp8_block"', 'precision.default="fp32"')

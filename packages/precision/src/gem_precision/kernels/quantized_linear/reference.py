@@ -1,0 +1,77 @@
+"""The mathematics of ``quantized_linear`` in plain torch.
+
+A linear map has three products, each of two matrices with the dim that it sums over last:
+
+    y  = x Wᵀ      of x and W, over D
+    dx = dy W      of dy and Wᵀ, over F
+    dW = dyᵀ x     of dyᵀ and xᵀ, over T
+
+Each has a format of its own. Q is the rounding of both factors to it, in blocks along the dim that
+is summed over, and the product is that of the rounded numbers, in fp32:
+
+    bf16           Q rounds to bf16
+    fp8_block      E4M3; the first factor in blocks of 1x128, the second, which is the weight or its
+                   transposed, in squares of 128x128: one rounding serves both products
+    mxfp8_rceil    E4M3 in blocks of 1x32, scales rounded up;   mxfp8_floor    rounded down
+
+The backward takes Q as if it were the identity (the straight-through rule): dx and dW are the
+formulas above and not derivatives of a staircase.
+
+Source: DeepSeek-V3 (arXiv:2412.19437), section 3.3, for ``fp8_block``; Mishra et al. 2025
+(arXiv:2506.08027) for MXFP8 in all three products.
+"""
+
+import torch
+from torch import Tensor
+
+from gem_precision.codes import widened
+from gem_precision.elements import WIDE_BLOCK
+from gem_precision.kernels.block_quantize.reference import block_quantize_reference
+from gem_precision.kernels.mx_quantize.reference import (
+    mx_dequantize_reference,
+    mx_quantize_reference,
+)
+
+
+def quantized_linear_reference(x_TD: Tensor, weight_FD: Tensor, forward: str) -> Tensor:
+    """Return y_TF in the dtype of x."""
+    return product(x_TD, weight_FD, forward).to(x_TD.dtype)
+
+
+def quantized_linear_backward_reference(
+    grad_TF: Tensor,
+    x_TD: Tensor,
+    weight_FD: Tensor,
+    *,
+    formats: tuple[str, str],
+    needs: tuple[bool, bool] = (True, True),
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of x and of the weight, each in its own dtype, or None if not needed.
+
+    ``formats`` are those of the two products.
+    """
+    grad_x_TD = grad_weight_FD = None
+    if needs[0]:
+        grad_x_TD = product(grad_TF, weight_FD.T, formats[0]).to(x_TD.dtype)
+    if needs[1]:
+        grad_weight_FD = product(grad_TF.T, x_TD.T, formats[1]).to(weight_FD.dtype)
+    return grad_x_TD, grad_weight_FD
+
+
+def product(a: Tensor, b: Tensor, number_format: str) -> Tensor:
+    """Return a bᵀ in fp32 with both factors rounded to a format."""
+    return rounded(a, number_format, "1x128") @ rounded(b, number_format, "128x128").T
+
+
+def rounded(x: Tensor, number_format: str, block: str) -> Tensor:
+    """Return the numbers, in fp32, that a factor has in a format."""
+    if number_format == "bf16":
+        return x.to(torch.bfloat16).float()
+    if number_format == "fp8_block":
+        elements, scales, _ = block_quantize_reference(x, block=block, turned="no")
+        tall = WIDE_BLOCK if block == "128x128" else 1
+        return widened(elements, scales if tall > 1 else scales.T, tall)
+    elements, scales, _, _ = mx_quantize_reference(
+        x, scaling=number_format, element="e4m3", along="rows"
+    )
+    return mx_dequantize_reference(elements, scales, element="e4m3", along="rows")
