@@ -108,6 +108,22 @@ def test_choices_beside_the_axes_are_counted_and_name_no_plan():
     assert (parallel.table_replicas, parallel.gather_dtype) == ("weights", "bf16")
 
 
+def test_keys_that_no_forecast_counts_are_named_and_their_plans_left_out():
+    plain = plan_recipe(Asked("h200", gpus=4))
+    assert "not counted" not in as_text(plain)
+    assert any(ranked.forecast.plan.expert > 1 for ranked in plain.search.best)
+    for settings, keys, whole in (
+        (("memory.budget_gib=10",), "memory.budget_gib", ("expert",)),
+        (("parallel.overlap_sides=true",), "parallel.overlap_sides", ("shard", "expert")),
+    ):
+        planned = plan_recipe(Asked("h200", gpus=4, settings=settings))
+        assert f"not counted: {keys}\n" in as_text(planned)
+        plans = [ranked.forecast.plan for ranked in planned.search.best]
+        assert all(getattr(plan, axis) == 1 for plan in plans for axis in whole)
+        with pytest.raises(ConfigError, match="leave expert at 1"):
+            plan_recipe(Asked("h200", gpus=4, settings=settings, axes=("expert=2",)))
+
+
 def test_command_to_train_with_the_best_plan_is_shown():
     text = as_text(plan_recipe(Asked("h200", 16, topology="gem4096", most=1)))
     command = next(line for line in text.splitlines() if line.startswith("to train by 1"))

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from gem.planning.chosen import names_a_plan
+from gem.planning.chosen import names_a_plan, not_counted
 from gem.planning.command import Planned
 from gem_parallel.contract import DENSE_AXES, SPARSE_AXES, ParallelPlan
 from gem_parallel.planning.forecast import Forecast
@@ -89,6 +89,7 @@ def as_json(planned: Planned) -> dict[str, Any]:
         "given": None if planned.given is None else forecast_json(planned.given, search_),
         "tried": search_.tried,
         "refused": dict(search_.refused),
+        "not_counted": list(not_counted(planned.config)),
         "rates_from": list(planned.sources),
         "seconds": round(planned.seconds, 3),
     }
@@ -149,6 +150,8 @@ def as_text(planned: Planned) -> str:
     where = " on each host" if topology.hosts > 1 else ""
     lines.append(f"to train by 1{where}: {_command(planned, first)}")
     lines += [f"left out: {n} plans, {why}" for why, n in planned.search.refused.items()]
+    if keys := not_counted(planned.config):
+        lines.append(f"not counted: {', '.join(keys)}")
     lines.append(f"copies of tables exchange {planned.tables.replicas} (parallel.table_replicas)")
     lines += [f"rates: {source}" for source in planned.sources]
     return "\n".join(line.rstrip() for line in lines) + "\n"

@@ -1,6 +1,9 @@
 """What a recipe's ``[parallel]`` chooses, as the forecast of a plan takes it."""
 
+from collections.abc import Mapping
+
 from gem.config import RunConfig
+from gem_opkit.errors import ConfigError, refusal
 from gem_parallel.contract import ParallelPlan
 
 
@@ -29,3 +32,61 @@ def plan_of_recipe(config: RunConfig) -> ParallelPlan:
     if own is None:
         return ParallelPlan()
     return ParallelPlan.model_validate({n: getattr(own, n) for n in ParallelPlan.model_fields})
+
+
+def not_counted(config: RunConfig) -> tuple[str, ...]:
+    """Keys of a recipe that change a step's time or memory, and that no forecast counts.
+
+    Args:
+        config: the recipe.
+
+    Returns:
+        qualified keys, of those that are not as they are by themselves.
+    """
+    own, precision = config.parallel, config.precision
+    set_ = {
+        "memory.budget_gib": config.memory.budget_gib is not None,
+        "memory.kept": config.memory.kept != "as_is",
+        "precision.recipe": precision.recipe not in (None, "bf16"),
+        "precision.rules": bool(precision.rules),
+        "train.compile": config.train.compile != "off",
+        "parallel.gathers": own is not None and own.gathers != "nccl",
+        "parallel.overlap_sides": own is not None and own.overlap_sides,
+    }
+    return tuple(key for key, differs in set_.items() if differs)
+
+
+def with_whole_axes(config: RunConfig, fixed: Mapping[str, int | bool]) -> dict[str, int | bool]:
+    """Leave out the plans that the trainer refuses for another key of the recipe.
+
+    Args:
+        config: the recipe.
+        fixed: axes that every plan must have.
+
+    Returns:
+        these, and 1 for each axis that a key of the recipe does not allow to be cut.
+
+    Raises:
+        ConfigError: an axis above 1 that such a key does not allow.
+    """
+    whole: dict[str, str] = {}
+    if config.memory.budget_gib is not None or config.memory.kept != "as_is":
+        whole["expert"] = "[memory]"
+    for key, is_set in (
+        ("train.compile", config.train.compile != "off"),
+        ("parallel.overlap_sides", config.parallel is not None and config.parallel.overlap_sides),
+    ):
+        if is_set:
+            whole.update(shard=key, expert=key)
+    for axis, key in whole.items():
+        if fixed.get(axis, 1) != 1:
+            raise ConfigError(
+                refusal(
+                    "gem plan",
+                    "--axis",
+                    must=f"leave {axis} at 1 under the recipe's {key}",
+                    got=f"{axis}={fixed[axis]}",
+                    fix="leave one of the two out",
+                )
+            )
+    return {**fixed, **dict.fromkeys(whole, 1)}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gem.config import RunConfig, load_recipe
-from gem.planning.chosen import names_a_plan, plan_of_recipe
+from gem.planning.chosen import names_a_plan, plan_of_recipe, with_whole_axes
 from gem.planning.lengths import LengthLaw
 from gem.planning.rates import DEFAULT, Calibrated, calibrated, read_rows
 from gem.planning.tables import TablesOf, tables_of
@@ -109,7 +109,7 @@ def plan_recipe(asked: Asked) -> Planned:
         fitted.topology,
         tables=tables.step,
         rates=fitted.rates,
-        fixed=_axes(asked.axes),
+        fixed=with_whole_axes(config, _axes(asked.axes)),
         like=plan_of_recipe(config),
         most=asked.most,
     )
