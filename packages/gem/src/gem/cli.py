@@ -602,9 +602,10 @@ def bench_step_of(  # noqa: PLR0913 - each is an option of the command
 
     torchrun --nproc-per-node N -m gem bench step RECIPE --plan shard=N
     """
-    from gem.bench.command import asked_for, bench_check, bench_step, check_text
+    from gem.bench.command import asked_for, bench_check, bench_step, check_text, refuse_mixed
     from gem.bench.page import as_text
 
+    refuse_mixed(check, endure=endure, out=out, svg=svg)
     asked = asked_for(
         recipe,
         settings=settings or (),

@@ -283,13 +283,14 @@ def test_on_a_gpu_a_budget_holds_too(tiny):
     """The recipe of the other tests on a GPU: its kernels are compiled once for all of them."""
     device = torch.device("cuda")
     precision = PrecisionRecipe(default="bf16_autocast")
-    schema, draw = declared_schema(tiny), torch.Generator().manual_seed(0)
+    recipe, draw = tiny(), torch.Generator().manual_seed(0)
+    schema = declared_schema(recipe)
     lengths = {s.name: uniform_lengths(32, s.max_events, draw) for s in schema.streams}
     batch = random_batch(schema, lengths, draw).to(device)
     told, budget = [], None
     for _ in range(2):
         memory = MemorySpec(budget_gib=budget)
-        config = tiny.model_copy(update={"memory": memory, "precision": precision})
+        config = recipe.model_copy(update={"memory": memory, "precision": precision})
         clock = StepClock(device)
         step = build_step(config, schema, World(device=device), total_steps=8, clock=clock)
         if budget is not None:

@@ -1,5 +1,7 @@
 """`gem bench step`: measure, check, and write what was found."""
 
+import errno
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import cast, get_args
@@ -38,8 +40,20 @@ def asked_for(
         impl: likewise.
 
     Raises:
-        ConfigError: a word for ``impl`` that does not exist.
+        ConfigError: a word for ``impl`` that does not exist, or an axis without a size.
     """
+    for text in plan:
+        axis, _, size = text.partition("=")
+        if not axis or not size:
+            raise ConfigError(
+                refusal(
+                    "gem bench step",
+                    "--plan",
+                    must="look like shard=2",
+                    got=repr(text),
+                    fix="write it like that",
+                )
+            )
     if impl not in get_args(Impl):
         raise ConfigError(
             refusal(
@@ -60,6 +74,53 @@ def asked_for(
         profiled=profiled,
         impl=cast(Impl, impl),
     )
+
+
+def refuse_mixed(check: int | None, *, endure: int, out: Path | None, svg: Path | None) -> None:
+    """Refuse options that go with a comparison alone, or not with one.
+
+    Args:
+        check: steps that are compared; None for a measurement.
+        endure: steps behind them.
+        out: file of the JSON document.
+        svg: file of the picture.
+
+    Raises:
+        ConfigError: one that would be left aside.
+    """
+    wrong = ("--endure", "with", endure, "add --check N") if check is None and endure else None
+    if check is not None and (out is not None or svg is not None):
+        option, path = ("--out", out) if out is not None else ("--svg", svg)
+        wrong = (option, "without", path, "--json and --rows keep what a comparison finds")
+    if wrong is not None:
+        option, how, value, fix = wrong
+        raise ConfigError(
+            refusal(
+                "gem bench step",
+                option,
+                must=f"come {how} --check",
+                got=value,
+                fix=f"leave it out; {fix}" if check is not None else f"leave it out, or {fix}",
+            )
+        )
+
+
+def _make_room(out: Path | None, svg: Path | None, rows: Path | None) -> None:
+    """Make the folders of what will be written; what fails should do so before the measurement."""
+    for path in (out, svg):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+            _demand_writable(path if path.exists() else path.parent)
+    if rows is not None:
+        rows.mkdir(parents=True, exist_ok=True)
+        _demand_writable(rows)
+
+
+def _demand_writable(path: Path) -> None:
+    if not os.access(path, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
 
 def bench_step(
@@ -84,6 +145,7 @@ def bench_step(
 
     Raises:
         ConfigError, MeasurementError: as `measure`, and a picture of steps that are not profiled.
+        OSError: what was asked for cannot be written; before anything is measured.
     """
     if svg is not None and not asked.profiled:
         raise ConfigError(
@@ -95,6 +157,7 @@ def bench_step(
                 fix="leave --profile away",
             )
         )
+    _make_room(out, svg, rows)
     with process_group(recipe_of(asked, World()).train.device) as world:
         report = measure(asked, world, told=told)
         if not world.is_first:
@@ -104,7 +167,6 @@ def bench_step(
             (svg, lambda: picture(report)),
         ):
             if path is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(text(), encoding="utf-8")
         if rows is not None:
             write_row(rows, report)

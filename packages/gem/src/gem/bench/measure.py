@@ -267,7 +267,8 @@ class _Bench:
                     "loss",
                     must=f"be finite and begin near {wanted:.3f}",
                     got=[round(x, 4) for x in total],
-                    fix="check the model before its speed",
+                    fix="check the model before its speed; with few examples a loss is that far "
+                    "off by chance",
                 )
             )
         return total[0]
