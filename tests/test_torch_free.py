@@ -16,6 +16,7 @@ FILES += [
     ROOT / "packages/opkit/src/gem_opkit/errors.py",
     ROOT / "packages/opkit/src/gem_opkit/impl.py",
     ROOT / "packages/gem/src/gem/config.py",
+    ROOT / "packages/gem/src/gem/train/balance_check.py",
 ]
 
 

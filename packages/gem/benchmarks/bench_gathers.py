@@ -3,7 +3,9 @@
     torchrun --nproc-per-node 2 packages/gem/benchmarks/bench_gathers.py --examples 1024
 
 The trainer's own step of one model in one process a GPU; rounds of either way alternate, so that a
-card that gets slower does not decide. Losses of the two ways have to be those of the same training.
+card that gets slower does not decide. One training goes on through all rounds: the losses of a
+row, the last of each round, show that it learns; that both ways give the same bits is what tests
+hold.
 Rows go to ``results/<device>/gathers.jsonl``.
 """
 

@@ -52,6 +52,7 @@ TRAIN = ("train", "recipe.toml", "--out", "new")
 RESUME = ("train", "recipe.toml", "--out", "run", "--resume")
 PREPARE = ("data", "prepare", "log.toml", "--out", "new")
 PREDICT = ("predict", "run", "--out", "new")
+BALANCE = ("--set", "parallel.balance=global", "--set", "parallel.base_batch=1024")
 EXAMPLES = "data/examples/part-00000.parquet"
 # Two hosts of eight, and nothing between them.
 MACHINES = """
@@ -219,6 +220,22 @@ CASES = (
     Case("A plan", "data that is not there yet", ("plan", "ml100k-time", "--gpus", "8")),
     Case("A plan", "a model that is not counted", ("plan", "recipe.toml", "--gpus", "8")),
     Case(
+        *("A plan", "a balance with nothing to deal"),
+        (*("plan", "synthetic-debug", "--gpus", "8"), *BALANCE),
+    ),
+    Case(
+        *("A memory budget", "parts that are compiled"),
+        ("memory", "synthetic-debug", "--budget", "1", "--set", "train.compile=inductor"),
+    ),
+    Case(
+        *("A memory budget", "experts spread over ranks"),
+        ("memory", "synthetic-debug", "--budget", "1", "--set", "parallel.expert=2"),
+    ),
+    Case(
+        *("A memory budget", "data for it that is not there"),
+        ("memory", "ml100k-time", "--budget", "1"),
+    ),
+    Case(
         "A bench",
         "an implementation that does not exist",
         ("bench", "step", "synthetic-debug", "--impl", "cuda"),
@@ -232,6 +249,10 @@ CASES = (
         "A bench",
         "kernels compared where none runs",
         ("bench", "step", "synthetic-debug", "--check", "50", "--set", "train.device=cpu"),
+    ),
+    Case(
+        *("A bench", "steps to endure without a comparison"),
+        ("bench", "step", "synthetic-debug", "--endure", "5"),
     ),
     Case("The recipe", "no such recipe", ("train", "synthetic-debugg")),
     Case("The recipe", "no such file", ("train", "recipes/mine.toml")),
@@ -268,6 +289,9 @@ CASES = (
         *(TRAIN, write("recipe.toml", 'base = "other.toml"\n')),
     ),
     Case("The recipe", "a number format that is not built", set_key("precision.default=mxfp8")),
+    Case("The recipe", "a low precision that does not exist", set_key("precision.recipe=mxfp8")),
+    Case("The recipe", "copy engines on a CPU", set_key("parallel.gathers=copy_engine")),
+    Case("The recipe", "micro-batches balanced in one part", set_key("parallel.balance=local")),
     Case("The recipe", "a plan for another number of ranks", set_key("parallel.shard=2")),
     Case(
         *("The recipe", "a plan whose two meshes differ"),

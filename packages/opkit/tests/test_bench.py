@@ -1,8 +1,10 @@
 """The benchmark harness: correct first, then timed, never over 100 %."""
 
+import dataclasses
 import json
 import subprocess
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from gem_opkit.ceilings import Ceilings
 from gem_opkit.cost import Cost
 from gem_opkit.errors import ConfigError, MeasurementError
 from gem_opkit.testing import check_refuses
-from gem_opkit.timing import time_call
+from gem_opkit.timing import Timing, time_call
 
 # Generous ceilings of a machine that does not exist, so that no test measures this one.
 CEILINGS = Ceilings("cpu", "fp32", copy_bytes_per_s=1e13, matmul_flops_per_s=1e15)
@@ -97,6 +99,47 @@ def test_faster_than_the_peak_is_an_error(tmp_path, monkeypatch):
     with pytest.raises(MeasurementError, match="share_of_peak"):
         run_bench("toy", [case(cost=Cost(10**15, 0))], out=tmp_path, calls=3, ceilings=fast)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("device", ["NVIDIA H200", "NVIDIA A100-SXM4-80GB"])
+def test_each_part_counts_against_the_peak_of_its_format(tmp_path, monkeypatch, device):
+    """2 of 3 equal products in 8 bits; a peer has none, and A100 has no such tensor cores."""
+    monkeypatch.setattr("gem_opkit.bench.device_name", lambda _: device)
+    peak = {"NVIDIA H200": 989e12, "NVIDIA A100-SXM4-80GB": 312e12}[device]
+    flops = int(0.3 * peak * 0.002)  # 0.3 of a call of 2 ms at the peak of bf16
+    given = case(cost=Cost(3 * flops, 0), fp8_flops=2 * flops, run=lambda: time.sleep(0.004))
+    given = dataclasses.replace(given, peers={"bf16": lambda: time.sleep(0.004)})
+    fast = Ceilings(device, "bf16", copy_bytes_per_s=1e13, matmul_flops_per_s=peak / 2)
+    (row,) = run_bench("toy", [given], out=None, calls=3, ceilings=fast)
+    in_bf16_ms = 3 * flops / peak * 1e3
+    own_ms = in_bf16_ms * (2 / 3 if device == "NVIDIA H200" else 1)
+    assert row["flops"] == 3 * flops and row["fp8_flops"] == 2 * flops
+    assert row["peak_frac"] == pytest.approx(own_ms / row["ms"])
+    assert row["ceiling_frac"] == pytest.approx(2 * own_ms / row["ms"])
+    peer = row["peers"]["bf16"]
+    assert peer["peak_frac"] == pytest.approx(in_bf16_ms / peer["ms"])
+    assert row["peak_source"].endswith("FP8 2 times that") == (device == "NVIDIA H200")
+
+
+def test_faster_than_both_peaks_is_an_error(monkeypatch):
+    """What bf16 could not do in the time but 8 bits could passes; twice that does not."""
+    monkeypatch.setattr("gem_opkit.bench.device_name", lambda _: "NVIDIA H200")
+    fast = Ceilings("NVIDIA H200", "bf16", copy_bytes_per_s=1e13, matmul_flops_per_s=9e14)
+    timing = Timing(ms=1.0, p20_ms=1.0, p80_ms=1.0, calls=3, rounds=2)
+    monkeypatch.setattr("gem_opkit.bench.time_in_turn", lambda *_, **__: {"": timing})
+    flops = int(1.2 * 989e9)
+    run = {"out": None, "calls": 3, "ceilings": fast}
+    with pytest.raises(MeasurementError, match="share_of_peak"):
+        run_bench("toy", [case(cost=Cost(flops, 0))], **run)
+    (row,) = run_bench("toy", [case(cost=Cost(flops, 0), fp8_flops=flops)], **run)
+    assert row["peak_frac"] == pytest.approx(0.6)
+    with pytest.raises(MeasurementError, match="share_of_peak"):
+        run_bench("toy", [case(cost=Cost(2 * flops, 0), fp8_flops=2 * flops)], **run)
+
+
+def test_more_flops_in_8_bits_than_there_are_is_refused():
+    for wrong in (-1, 1001):
+        check_refuses([(partial(case, fp8_flops=wrong), ConfigError, "fp8_flops")])
 
 
 def test_impossible_peer_is_an_error_too(tmp_path):

@@ -63,6 +63,8 @@ def rows_of(case: LinearCase, device: str) -> list[BenchCase]:
     size = {"rows": case.rows, "width": case.width, "columns": case.columns}
     size["element_bytes"] = given[0].element_size()
     forward = quantized_linear_cost(**size)
+    # Output and gradient of the input; the weight's gradient is in bf16.
+    low = forward + quantized_linear_backward_cost(**size, products=1)
     return [
         BenchCase(
             name=f"{case.name} {name}",
@@ -72,6 +74,7 @@ def rows_of(case: LinearCase, device: str) -> list[BenchCase]:
             shapes={"rows": case.rows, "width": case.width, "columns": case.columns},
             dtype="fp8_block",
             peers={"bf16": partial(theirs, given, whole)},
+            fp8_flops=low.flops,
         )
         for name, whole in (("in 8 bits", False), ("whole", True))
     ]

@@ -212,6 +212,13 @@ def test_what_cannot_be_combined_is_refused_by_name(settings, message):
     config = load_recipe("h200", [*SMALL, "memory.kept=fp8", *settings])
     with pytest.raises(UnsupportedError, match=message):
         MemoryLimit(config, declared_schema(config), torch.nn.Linear(1, 1), World())
+    with pytest.raises(UnsupportedError, match=message):
+        memory_of("h200", [*SMALL, *settings], budgets_gib=(1.0,))
+
+
+def test_data_that_is_not_there_is_told_in_the_name_of_the_command():
+    with pytest.raises(ConfigError, match=r"^gem memory: data\.dataset must be synthetic"):
+        memory_of("ml100k-time", ["data.folder=nowhere"])
 
 
 def test_a_model_without_regions_is_refused():

@@ -164,6 +164,11 @@ def test_batch_and_lengths_are_taken_as_said():
             Asked("h200", 2, ids=("tags=2",)),
             r"--ids must name an input .*there is none.*got 'tags'",
         ),
+        (
+            Asked("h200", 2, settings=("parallel.balance=global", "parallel.base_batch=1024")),
+            r"parallel.base_batch must be below 1024.*train.batch_examples=2048\); got 1024",
+        ),
+        (Asked("h200", 2, settings=("parallel.balance=local",)), "parallel.balance must be"),
         (Asked("nothing", 2), "RECIPE must be a TOML file or one of"),
         (Asked("ml100k-time", 2), "gem data prepare movielens-100k"),
     ],

@@ -14,7 +14,8 @@ from gem.data.prepare import default_folder
 from gem.data.reader import open_reader
 from gem.model.flops import batch_flops, total_flops, training_flops
 from gem.train import loop
-from gem.train.balance import check_balance, step_balance, work_model
+from gem.train.balance import step_balance, work_model
+from gem.train.balance_check import check_balance
 from gem.train.interrupt import Interrupted
 from gem.train.loop import train
 from gem.train.progress import Display

@@ -49,7 +49,9 @@ class BenchCase:
         cost: FLOPs and fewest bytes of the call, on one GPU where several work together.
         shapes: what a reader needs to repeat it: lengths, widths, heads; JSON values.
         dtype: number format of the inputs.
-        peers: name -> the same work done by someone else, timed in turn with it.
+        peers: name -> the same work done by someone else, timed in turn with it; in 8 bits none.
+        fp8_flops: how many of the cost's FLOPs ``run`` does on FP8 tensor cores, whose peak is
+            higher; each part counts against the peak of its own format.
     """
 
     name: str
@@ -59,6 +61,19 @@ class BenchCase:
     shapes: Mapping[str, Any]
     dtype: str = "fp32"
     peers: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
+    fp8_flops: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.fp8_flops <= self.cost.flops:
+            raise ConfigError(
+                refusal(
+                    "BenchCase",
+                    "fp8_flops",
+                    must=f"be from 0 to the {self.cost.flops} FLOPs of the cost",
+                    got=self.fp8_flops,
+                    fix="count the products that run in 8 bits",
+                )
+            )
 
 
 def backward_of(fn: Callable[..., Any], inputs: Sequence[Any]) -> Callable[[], Any]:
@@ -160,7 +175,9 @@ def run_bench(
     origin = provenance()
     rows = []
     for case, timing, failed in zip(cases, timings, failures, strict=True):
-        shares = {who: _judged(t, case.cost, ceilings, peak) for who, t in timing.items()}
+        costs = dict.fromkeys(timing, case.cost)
+        costs[""] = _in_bf16(case.cost, case.fp8_flops, peak)
+        shares = {who: _judged(t, costs[who], ceilings, peak) for who, t in timing.items()}
         own = shares.pop("")
         row = {
             "bench": name,
@@ -171,10 +188,11 @@ def run_bench(
             "shapes": dict(case.shapes),
             "flops": case.cost.flops,
             "bytes": case.cost.bytes,
+            **({"fp8_flops": case.fp8_flops} if case.fp8_flops else {}),
             **own,
             "peers": shares,
             **({"failed_peers": failed} if failed else {}),
-            "peak_source": peak.peak_source,
+            "peak_source": _source(peak, case.fp8_flops),
             "ceilings": asdict(ceilings),
             **origin,
         }
@@ -205,6 +223,23 @@ def _peers_that_run(
         else:
             peers[who] = call
     return peers, failed
+
+
+def _in_bf16(cost: Cost, fp8_flops: int, peak: Peak) -> Cost:
+    """Return a cost with 8-bit FLOPs as the bf16 FLOPs that take as long at the peaks of both.
+
+    So that a share of the peak is the time at both peaks, one product after the other, over the
+    time taken. The measured ceiling is bf16's; that of 8 bits is taken to be as much higher as on
+    the data sheet.
+    """
+    saved = fp8_flops - round(fp8_flops / peak.fp8_over_bf16)
+    return Cost(cost.flops - saved, cost.bytes)
+
+
+def _source(peak: Peak, fp8_flops: int) -> str:
+    if not fp8_flops or peak.flops_per_s is None:
+        return peak.peak_source
+    return f"{peak.peak_source}; FP8 {peak.fp8_over_bf16:g} times that"
 
 
 def _judged(timing: Timing, cost: Cost, ceilings: Ceilings, peak: Peak) -> dict[str, Any]:

@@ -25,11 +25,13 @@ class Peak:
         flops_per_s: dense BF16 FLOP/s of matmuls, or None where the device is unknown.
         peak_source: where the figure is from, or why there is none.
         bytes_per_s: memory bandwidth of the same data sheet, or None.
+        fp8_over_bf16: FP8 rate of the same data sheet over its BF16 rate; 1 where it has none.
     """
 
     flops_per_s: float | None
     peak_source: str
     bytes_per_s: float | None = None
+    fp8_over_bf16: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,31 +52,36 @@ class Ceilings:
 
 
 # Whole names only: a variant (H100 PCIe, H200 NVL, a MIG slice) has another peak, and H20 is not
-# an H200. Data sheets print the figure with 2:4 sparsity, twice the dense one.
-_PEAKS: tuple[tuple[str, float, str, float], ...] = (
+# an H200. Data sheets print the figure with 2:4 sparsity, twice the dense one; all that have FP8
+# print twice BF16's figure for it.
+_PEAKS: tuple[tuple[str, float, str, float, float], ...] = (
     (
         r"NVIDIA H100 (80GB HBM3|SXM5?( 80GB)?)",
         989e12,
         "NVIDIA H100 data sheet, SXM: 1,979 TFLOP/s BF16 with sparsity, halved",
         3.35e12,
+        2.0,
     ),
     (
         r"NVIDIA H200",
         989e12,
         "NVIDIA H200 data sheet, SXM: 1,979 TFLOP/s BF16 with sparsity, halved",
         4.8e12,
+        2.0,
     ),
     (
         r"NVIDIA B200",
         2250e12,
         "NVIDIA HGX B200 data sheet: 36 PFLOP/s BF16 with sparsity for 8 GPUs, halved",
         8e12,
+        2.0,
     ),
     (
         r"(NVIDIA )?A100-(SXM4|SXM|PCIE|PCIe)-(40|80)GB|NVIDIA A100 80GB PCIe",
         312e12,
         "NVIDIA A100 data sheet: 312 TFLOP/s BF16 dense",
         2.039e12,  # of the fastest, SXM with 80 GB
+        1.0,
     ),
 )
 
@@ -88,9 +95,9 @@ def device_peak(device_name: str) -> Peak:
     Returns:
         the peak; ``flops_per_s`` is None for a name that is not in the table.
     """
-    for pattern, flops_per_s, source, bytes_per_s in _PEAKS:
+    for pattern, flops_per_s, source, bytes_per_s, fp8_over_bf16 in _PEAKS:
         if re.fullmatch(pattern, device_name.strip()):
-            return Peak(flops_per_s, source, bytes_per_s)
+            return Peak(flops_per_s, source, bytes_per_s, fp8_over_bf16)
     return Peak(None, f"no peak known for {device_name!r}")
 
 

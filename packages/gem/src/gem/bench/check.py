@@ -187,7 +187,7 @@ def trajectory(
     """
     settings = (*asked.settings, f"precision.default={precision}")
     config = recipe_of(replace(asked, settings=settings), world)
-    schema = declared_schema(config)
+    schema = declared_schema(config, op="gem bench step")
     clock = StepClock(world.device)
     guard = Guard(config.train.guard, world, LoopState())
     with auto_means(impl):

@@ -28,6 +28,7 @@ from gem.dry_run.inputs import random_batch, uniform_lengths
 from gem.planning.schema import declared_schema
 from gem.train.clock import StepClock
 from gem.train.guard import Guard
+from gem.train.idle_keys import idle_keys
 from gem.train.local_tensors import local_part
 from gem.train.loop_state import LoopState
 from gem.train.mfu import efficiency
@@ -97,7 +98,7 @@ def measure(
     """
     config = recipe_of(asked, world)
     plan_of(config, world)  # refuses one for other ranks before anything is drawn
-    schema = declared_schema(config)
+    schema = declared_schema(config, op=_OP)
     batches = _batches(asked, config, schema, world)
     _said(told, "batches", world)
     before = torch.are_deterministic_algorithms_enabled(), _determinism.fill_uninitialized_memory
@@ -217,6 +218,11 @@ class _Bench:
         )
         ranges = ModuleRanges(step.model, [*self.flops[0]])
         _said(self.told, "model", world)
+        for line in idle_keys(step):
+            _said(self.told, line, world)
+        if step.plan.balance != "off":
+            line = f"parallel.balance={step.plan.balance} deals nothing: each rank draws its batch"
+            _said(self.told, line, world)
         losses = []
         for number in range(asked.warmup):
             losses.append(step(self._batch(number), number).loss)

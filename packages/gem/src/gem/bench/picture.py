@@ -51,7 +51,7 @@ def picture(report: StepReport) -> str:
     whole = sum(kinds.values())
     parts += [_stack(20, y, _WIDTH - 40, 30, kinds, whole, labelled=True)]
     parts += _legend(y + 52, kinds, whole)
-    y += 112
+    y += 132
     parts += [_text(20, y, "by module, forward and backward", "h")]
     parts += [_text(edge, y, name, "r h") for name, edge in _COLUMNS]
     shown = _shown(profile)
@@ -122,7 +122,7 @@ def _stack(
 
 def _legend(y: float, kinds: Mapping[str, float], whole: float) -> list[str]:
     parts: list[str] = []
-    across = 4
+    across = 3
     for place, (kind, ms) in enumerate(
         (k, ms) for k, ms in kinds.items() if ms > _LEAST_DRAWN * whole
     ):

@@ -13,6 +13,7 @@ import torch
 
 from gem.config import RunConfig, load_recipe
 from gem.dry_run.count import drawn_batch
+from gem.memory.limit import check_combined
 from gem.memory.packing import packing_of
 from gem.memory.profiling import profile_of
 from gem.memory.table import memory_json, memory_text
@@ -66,7 +67,7 @@ def memory_of(
 
     Raises:
         ConfigError: a budget below the least, or below 0; a recipe whose data declares nothing.
-        UnsupportedError: a model without regions.
+        UnsupportedError: a model without regions, or a key that a budget does not go with.
     """
     for budget in budgets_gib:
         if not 0 < budget <= _MOST_GIB:
@@ -80,12 +81,15 @@ def memory_of(
                     got=batch, fix="memory grows in proportion: ask for fewer")
         )  # fmt: skip
     config = load_recipe(recipe, settings)
+    memory = config.memory
+    if budgets_gib or memory.budget_gib is not None or memory.kept != "as_is":
+        check_combined(config)  # as the trainer will
     own = config.train.batch_examples // config.train.accumulation_parts
     examples = own if batch is None else batch
     drawn = config.model_copy(
         update={"train": config.train.model_copy(update={"batch_examples": max(1, examples)})}
     )
-    schema = declared_schema(config)
+    schema = declared_schema(config, op="gem memory")
     on_gpu = torch.cuda.is_available()
     given = drawn_batch(drawn, schema, World(), None, {})
     profile = profile_of(

@@ -50,7 +50,7 @@ class MemoryLimit:
         self.recomputing: Recomputing | None = None
         self._told = False
         if self.wanted:
-            _check(config)
+            check_combined(config)
             memory_regions(model)
 
     def news(self) -> str | None:
@@ -115,7 +115,15 @@ class MemoryLimit:
                 _log.info("%s", line)
 
 
-def _check(config: RunConfig) -> None:
+def check_combined(config: RunConfig) -> None:
+    """Refuse what neither a budget nor packed activations go with.
+
+    Args:
+        config: the run.
+
+    Raises:
+        UnsupportedError: names the key.
+    """
     if config.train.compile != "off":
         raise UnsupportedError(
             refusal(

@@ -12,6 +12,7 @@ from gem.planning.lengths import LengthLaw
 from gem.planning.rates import DEFAULT, Calibrated, calibrated, read_rows
 from gem.planning.tables import TablesOf, tables_of
 from gem.planning.work import work_of
+from gem.train.balance_check import check_balance
 from gem_opkit.errors import ConfigError, refusal
 from gem_parallel.contract import Topology
 from gem_parallel.planning.forecast import Forecast, forecast
@@ -93,7 +94,7 @@ def plan_recipe(asked: Asked) -> Planned:
 
     Raises:
         ConfigError: a word that means nothing, statistics that nobody has said, machines that do
-            not have the ranks, or no plan that fits.
+            not have the ranks, a balance that the trainer refuses, or no plan that fits.
     """
     began = time.perf_counter()
     topology = _topology(asked)
@@ -103,6 +104,11 @@ def plan_recipe(asked: Asked) -> Planned:
     if asked.calibrate is not None:
         fitted = calibrated(read_rows(asked.calibrate), topology)
     work = work_of(config, examples=asked.batch, lengths=lengths, ids=ids)
+    if config.parallel is not None:
+        # As the trainer will, on the batch of all ranks.
+        batch = {"batch_examples": work.examples * asked.gpus}
+        whole = config.model_copy(update={"train": config.train.model_copy(update=batch)})
+        check_balance(whole, config.parallel, asked.gpus)
     tables = tables_of(config, examples=work.examples, lengths=lengths, ids=ids)
     found = search(
         work,

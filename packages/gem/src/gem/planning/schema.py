@@ -29,15 +29,18 @@ from gem.data.synthetic_spec import SyntheticSpec
 from gem_opkit.errors import ConfigError, DataError, refusal
 
 _SPEC_FILE = "dataset.toml"
-_OP = "gem plan"
+_OP = "gem plan"  # unless the caller names another command
 
 
-def declared_dataset(data: DataSpec, root: Path = Path("runs/data")) -> DatasetSpec:
+def declared_dataset(
+    data: DataSpec, root: Path = Path("runs/data"), *, op: str = _OP
+) -> DatasetSpec:
     """Find the contract of a recipe's data set.
 
     Args:
         data: the recipe's section.
         root: folder of all data sets, for one that the recipe names no folder for.
+        op: command that asks, for its refusals.
 
     Returns:
         that of the generator for generated data, else the one in the data set's folder.
@@ -52,7 +55,7 @@ def declared_dataset(data: DataSpec, root: Path = Path("runs/data")) -> DatasetS
     if not path.is_file():
         raise ConfigError(
             refusal(
-                _OP,
+                op,
                 "data.dataset",
                 must="be synthetic, or a data set that is there: tables and lengths are not known "
                 "otherwise",
@@ -72,12 +75,15 @@ def declared_dataset(data: DataSpec, root: Path = Path("runs/data")) -> DatasetS
         raise DataError(f"{path}: {explain(fault, raw, DatasetSpec)}") from fault
 
 
-def declared_schema(config: RunConfig, dataset: DatasetSpec | None = None) -> BatchSchema:
+def declared_schema(
+    config: RunConfig, dataset: DatasetSpec | None = None, *, op: str = _OP
+) -> BatchSchema:
     """Derive what a batch of a recipe holds.
 
     Args:
         config: the recipe.
         dataset: contract of its data set; None to find it.
+        op: command that asks, for its refusals.
 
     Returns:
         the schema that the reader would give.
@@ -87,7 +93,7 @@ def declared_schema(config: RunConfig, dataset: DatasetSpec | None = None) -> Ba
         DataError: as `declared_dataset`.
     """
     data = config.data
-    spec = declared_dataset(data) if dataset is None else dataset
+    spec = declared_dataset(data, op=op) if dataset is None else dataset
     derived = {each.name: each for each in data.derived}
     owners = (spec.examples, *spec.entities)
     ids = {field.name: _described(spec, data, field) for owner in owners for field in owner.ids}
@@ -102,7 +108,7 @@ def declared_schema(config: RunConfig, dataset: DatasetSpec | None = None) -> Ba
         at_rest = spec.input_names()
         for name in data.inputs:
             if name not in at_rest:
-                raise _unknown("inputs", name, at_rest)
+                raise _unknown(op, "inputs", name, at_rest)
         left_out = set(at_rest) - set(data.inputs)
     kept = {name: source for name, source in ids.items() if name not in left_out}
     rows, events = _statistics(data)
@@ -112,7 +118,7 @@ def declared_schema(config: RunConfig, dataset: DatasetSpec | None = None) -> Ba
         reads = {stream.name: StreamRead() for stream in spec.streams}
     return BatchSchema(
         streams=tuple(
-            _stream(spec, data, name, read, ids, events.get(name, ()))
+            _stream(op, spec, data, name, read, ids, events.get(name, ()))
             for name, read in reads.items()
         ),
         ids=tuple(kept.values()),
@@ -147,6 +153,7 @@ def _values(derived: HourOfDay | DayOfWeek | Bucket) -> int:
 
 
 def _stream(
+    op: str,
     spec: DatasetSpec,
     data: DataSpec,
     name: str,
@@ -173,9 +180,8 @@ def _stream(
         elif field in own_numbers or field in entity_numbers:
             found_numbers.append(field)
         else:
-            raise _unknown(
-                f"streams.{name}.fields", field, (*given, *sorted(held | entity_numbers))
-            )
+            known = (*given, *sorted(held | entity_numbers))
+            raise _unknown(op, f"streams.{name}.fields", field, known)
     return StreamInput(
         name=name,
         ids=tuple(found_ids),
@@ -198,10 +204,10 @@ def _statistics(data: DataSpec) -> tuple[tuple[str, ...], dict[str, tuple[str, .
     return tuple(rows), {stream: tuple(names) for stream, names in events.items()}
 
 
-def _unknown(key: str, name: str, known: tuple[str, ...]) -> ConfigError:
+def _unknown(op: str, key: str, name: str, known: tuple[str, ...]) -> ConfigError:
     return ConfigError(
         refusal(
-            _OP,
+            op,
             f"data.{key}",
             must="name what the data set has",
             got=repr(name) + nearest(name, known),

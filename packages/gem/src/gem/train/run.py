@@ -16,7 +16,8 @@ from gem.data.loader import Prefetcher
 from gem.data.prepare import default_folder, notice, provide
 from gem.data.reader import Reader, open_reader
 from gem.model.build import build_model, model_tables
-from gem.train.balance import check_balance, step_balance
+from gem.train.balance import step_balance
+from gem.train.balance_check import check_balance
 from gem.train.checkpoint import (
     DAMAGED,
     TrainState,
@@ -31,6 +32,7 @@ from gem.train.clock import StepClock
 from gem.train.fingerprint import dataset_fingerprint
 from gem.train.guard import Guard
 from gem.train.history_counts import HistoryCounts
+from gem.train.idle_keys import idle_keys, refuse_copies
 from gem.train.interrupt import StopRequest
 from gem.train.loop_state import LoopState
 from gem.train.metrics import MetricBlock, MetricStream
@@ -225,6 +227,8 @@ def build_run(
         display.stage(f"precision: {low.told()}")
     if world.size > 1 or config.parallel is not None:
         display.stage(f"plan: {_told(plan, step)}")
+    for line in idle_keys(step):
+        display.stage(line)
     window = MetricStream(schema.labels, schema.domains, spec.window_steps // spec.log_every_steps)
     histories = HistoryCounts(schema.streams)
     state = TrainState(
@@ -269,6 +273,7 @@ def _check_built(config: RunConfig, world: World) -> None:
         check_wandb()
     check_built(plan_of(config, world))
     check_balance(config, plan_of(config, world), world.size)
+    refuse_copies(plan_of(config, world), world.device)
     kinds = config.precision.layer_formats
     keys: dict[str, NumberFormat] = {"default": config.precision.default}
     keys |= {f"layer_formats.{kind}": wanted for kind, wanted in kinds.items()}

@@ -124,7 +124,12 @@ class TrainStep:
             ignored=self.table_parameters,
         )
         self.wrapped = self.parallel.module
-        gather_by_copy_engines(self.wrapped, world.device, way=self.plan.gathers)
+        self.gathers = gather_by_copy_engines(
+            self.wrapped,
+            world.device,
+            way=self.plan.gathers,
+            named=("recipe", "parallel.gathers"),
+        )
         self.memory = MemoryLimit(config, schema, model, world)
         # Of heads, whose logits are a view. Nothing here writes into what a module gives back.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")

@@ -30,6 +30,7 @@ def gather_by_copy_engines(
     way: GatherWay,
     at_least_bytes: int | None = None,
     make: Callable[[dist.ProcessGroup, int], SharedBuffer] | None = None,
+    named: tuple[str, str] = ("gather_by_copy_engines", "way"),
 ) -> dict[str, CopyEngineGather]:
     """Choose how the units of a sharded model gather. Every rank has to call it.
 
@@ -44,6 +45,7 @@ def gather_by_copy_engines(
         at_least_bytes: of one rank, in place of `LARGE_BYTES` or of what is measured.
         make: makes a shared buffer of a number of bytes for a group; None for torch's symmetric
             memory, which only GPUs of one host have.
+        named: what a refusal calls the operator and its argument: the caller's own words.
 
     Returns:
         name of a unit -> how its group gathers; of those that may use the copy engines.
@@ -59,15 +61,14 @@ def gather_by_copy_engines(
     found: dict[str, CopyEngineGather] = {}
     for name, (unit, group) in units.items():
         if group not in groups:
-            groups[group] = _of_group(group, device, way, at_least_bytes, make)
+            groups[group] = _of_group(group, device, way, at_least_bytes, make, named)
         gathers = groups[group]
         if gathers is None:
             continue
         if not hasattr(unit, "set_custom_all_gather"):
             raise UnsupportedError(
                 refusal(
-                    "gather_by_copy_engines",
-                    "way",
+                    *named,
                     must='be "nccl" with a torch that lets nobody replace the gathering',
                     got=f'"{way}" with torch {torch.__version__}',
                     fix="take torch 2.11 or newer",
@@ -84,14 +85,14 @@ def _of_group(
     way: GatherWay,
     at_least_bytes: int | None,
     make: Callable[[dist.ProcessGroup, int], SharedBuffer] | None,
+    named: tuple[str, str],
 ) -> CopyEngineGather | None:
     reason = why_not(group, device) if make is None else None
     if reason is not None:
         if way == "copy_engine":
             raise UnsupportedError(
                 refusal(
-                    "gather_by_copy_engines",
-                    "way",
+                    *named,
                     must='be "nccl" or "measured" here',
                     got=f'"copy_engine"; {reason}',
                     fix='take "measured", which uses NCCL where it has to',
