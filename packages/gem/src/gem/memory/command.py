@@ -16,6 +16,7 @@ from gem.dry_run.count import drawn_batch
 from gem.memory.limit import check_combined
 from gem.memory.packing import packing_of
 from gem.memory.profiling import profile_of
+from gem.memory.regions import check_has_regions
 from gem.memory.table import memory_json, memory_text
 from gem.planning.schema import declared_schema
 from gem_opkit.errors import ConfigError, refusal
@@ -89,6 +90,7 @@ def memory_of(
     drawn = config.model_copy(
         update={"train": config.train.model_copy(update={"batch_examples": max(1, examples)})}
     )
+    check_has_regions(config.model.kind)
     schema = declared_schema(config, op="gem memory")
     on_gpu = torch.cuda.is_available()
     given = drawn_batch(drawn, schema, World(), None, {})

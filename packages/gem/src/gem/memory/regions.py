@@ -7,6 +7,19 @@ from gem.model.gem import GemLayer, GemModel
 from gem_opkit.errors import UnsupportedError, refusal
 
 
+def check_has_regions(kind: str) -> None:
+    """Refuse a kind of model that has no parts to run again, before its data are looked for.
+
+    Args:
+        kind: `model.kind` of a recipe.
+
+    Raises:
+        UnsupportedError: a kind other than `gem`.
+    """
+    if kind != "gem":
+        raise _no_regions(kind)
+
+
 def memory_regions(model: nn.Module) -> list[str]:
     """Name the parts of a model that may run again in the backward pass.
 
@@ -23,15 +36,7 @@ def memory_regions(model: nn.Module) -> list[str]:
         UnsupportedError: a model of another kind.
     """
     if not isinstance(model, GemModel):
-        raise UnsupportedError(
-            refusal(
-                "memory",
-                "model.kind",
-                must='be "gem" with a memory budget or packed activations',
-                got=repr(type(model).__name__.removesuffix("Model").lower()),
-                fix="leave [memory] out, or run the batch in parts (train.accumulation_parts)",
-            )
-        )
+        raise _no_regions(type(model).__name__.removesuffix("Model").lower())
     mixtures = expert_mixtures(model)
     found: list[str] = []
     for place, layer in enumerate(model.layers):
@@ -45,3 +50,15 @@ def memory_regions(model: nn.Module) -> list[str]:
                 experts = model.get_submodule(f"{mixture}.experts")
                 found += [f"{mixture}.experts.{name}" for name, _ in experts.named_children()]
     return found
+
+
+def _no_regions(kind: str) -> UnsupportedError:
+    return UnsupportedError(
+        refusal(
+            "memory",
+            "model.kind",
+            must='be "gem" with a memory budget or packed activations',
+            got=repr(kind),
+            fix="leave [memory] out, or run the batch in parts (train.accumulation_parts)",
+        )
+    )
