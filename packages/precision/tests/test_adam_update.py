@@ -88,6 +88,8 @@ def test_reference_gradients(half, factor):
     # The factor is a number of fp32.
     exact = by_torch(case.shapes, half=half, factor=float(torch.tensor(factor or 1.0)))
     check_close(got, exact, rtol=1e-12, atol=1e-14)
+    for weight, copy in zip(got[0], got[3], strict=half):
+        assert torch.equal(weight.bfloat16(), copy)
 
 
 def test_registration():
@@ -144,7 +146,7 @@ def test_kernel_on_gpu(half, factor):
     shapes = ((300, 511), (70_001,), (3, 1), ())
     got = updated(shapes, half=half, factor=factor, device="cuda")
     check_close(got, by_torch(shapes, half=half, factor=factor or 1.0), rtol=1e-5, atol=1e-6)
-    for weight, copy in zip(got[0], got[3], strict=False):
+    for weight, copy in zip(got[0], got[3], strict=half):
         assert torch.equal(weight.bfloat16(), copy)
     again = updated(shapes, half=half, factor=factor, device="cuda")
     assert all(torch.equal(a, b) for a, b in zip(got[0], again[0], strict=True))

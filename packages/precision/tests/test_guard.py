@@ -125,6 +125,7 @@ def test_unknown_labels_do_not_count():
     report = guarded(model(), given=[(x, labels, weights)])
     assert report.examples == 54
     assert math.isfinite(report.ne)
+    assert report.take_out() == ()
     with pytest.raises(ConfigError, match="batches must hold a label that counts"):
         guarded(model(), given=[(x, labels, weights * 0)])
 

@@ -46,6 +46,13 @@ bench_app = typer.Typer(
 )
 app.add_typer(bench_app, name="bench")
 
+_Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="A TOML file or a shipped recipe.")]
+_RankBatch = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N", min=1, help="Examples of a rank; default: the recipe's batch on each rank."
+    ),
+]
 _Set = Annotated[
     list[str] | None,
     typer.Option(
@@ -434,9 +441,7 @@ def data_check(
 
 @app.command(cls=Command)
 def plan(  # noqa: PLR0913 - each is an option of the command
-    recipe: Annotated[
-        str, typer.Argument(metavar="RECIPE", help="A TOML file or a shipped recipe.")
-    ] = "h200",
+    recipe: _Recipe = "h200",
     gpus: Annotated[int, typer.Option("--gpus", metavar="N", min=1, help="Number of ranks.")] = 1,
     topology: Annotated[
         str | None,
@@ -456,12 +461,7 @@ def plan(  # noqa: PLR0913 - each is an option of the command
             help="What every plan must have, as in expert=2; may be repeated.",
         ),
     ] = None,
-    batch: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", min=1, help="Examples of a rank; default: the recipe's batch on each rank."
-        ),
-    ] = None,
+    batch: _RankBatch = None,
     lengths: Annotated[
         list[str] | None,
         typer.Option(
@@ -531,9 +531,7 @@ def _dry_run_beside(planned: Any) -> tuple[dict[str, Any], str]:
 
 @bench_app.command(name="step", cls=Command)
 def bench_step_of(  # noqa: PLR0913 - each is an option of the command
-    recipe: Annotated[
-        str, typer.Argument(metavar="RECIPE", help="A TOML file or a shipped recipe.")
-    ],
+    recipe: _Recipe,
     settings: _Set = None,
     plan_axes: Annotated[
         list[str] | None,
@@ -543,12 +541,7 @@ def bench_step_of(  # noqa: PLR0913 - each is an option of the command
             help="Axis of the plan of several ranks, as in shard=2; may be repeated.",
         ),
     ] = None,
-    examples: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", min=1, help="Examples of a rank; default: the recipe's batch on each rank."
-        ),
-    ] = None,
+    examples: _RankBatch = None,
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="Steps to time.")] = 20,
     warmup: Annotated[int, typer.Option(metavar="N", min=1, help="Steps before them.")] = 4,
     profiled: Annotated[
@@ -639,9 +632,7 @@ def bench_step_of(  # noqa: PLR0913 - each is an option of the command
 
 @app.command(cls=Command)
 def memory(
-    recipe: Annotated[
-        str, typer.Argument(metavar="RECIPE", help="A TOML file or a shipped recipe.")
-    ] = "h200",
+    recipe: _Recipe = "h200",
     settings: _Set = None,
     budgets: Annotated[
         list[float] | None,

@@ -17,15 +17,21 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def all_gather_single(out: Tensor, own: Tensor, *, group: dist.ProcessGroup | None = None) -> None:
+def all_gather_single(
+    out: Tensor, own: Tensor, *, group: dist.ProcessGroup | None = None, async_op: bool = False
+) -> dist.Work | None:
     """Put equal parts of all ranks of a group side by side, in rank order.
 
     Args:
         out: is overwritten; first dim that of ``own`` times the ranks.
         own: this rank's part, contiguous, the same shape and dtype on every rank.
         group: ranks that take part; None for all.
+        async_op: return before it has ended.
+
+    Returns:
+        what to wait for with ``async_op``; else None.
     """
-    _all_gather(out, own, group=group)
+    return _all_gather(out, own, group=group, async_op=async_op)
 
 
 def reduce_scatter_single(

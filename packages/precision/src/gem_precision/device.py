@@ -1,4 +1,4 @@
-"""Device functions of the 8-bit formats, for Triton kernels of several operators and packages.
+"""Device functions of the 8-bit formats, for Triton kernels of several operators.
 
 Imports triton, so kernels import it and nothing else does. Scales come from the bits of the
 numbers. Elements have two ways to the same bytes: ``cast_code`` moves the exponent by one

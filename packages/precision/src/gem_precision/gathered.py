@@ -131,7 +131,8 @@ def gather_in_8_bits(layer: nn.Linear) -> None:
         layer: a linear layer, which is changed.
 
     Raises:
-        ConfigError: its weight is no plain parameter any more.
+        ConfigError: its weight is no plain parameter any more. A gather raises UnsupportedError
+            where the ranks cannot share its rows evenly.
 
     Numerics: the forward and backward pass see the weight as block FP8 holds it, rounded once a
         gather from the shard of its own precision.

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gem_opkit.errors import ConfigError, refusal
-from gem_precision.codes import MAGNITUDE, bits_of, largest_of_blocks, spread
+from gem_precision.codes import INFINITE, MAGNITUDE, bits_of, largest_of_blocks, spread
 from gem_precision.contract import PrecisionRecipe
 from gem_precision.elements import BLOCK
 from gem_precision.kernels.quantized_linear.reference import rounded
@@ -48,7 +48,8 @@ class FactorFigures:
 
     Attributes:
         amax: largest magnitude.
-        outlier_ratio: largest magnitude of a channel over that of the middle channel.
+        outlier_ratio: largest magnitude of a channel over that of the middle channel; 0 where the
+            middle channel is all zeros, so that no outlier is told there.
         underflow_frac: share of numbers other than 0 that become 0.
         overflow_frac: share of numbers that are cut, or become NaN.
         error_frac: root-mean-square error over the root mean square of the numbers.
@@ -178,11 +179,15 @@ def guard_recipe(
                         _watch(model, found, hooks)
                     with frame():
                         logits, label, weight = score(model, batch)
-                    losses = F.binary_cross_entropy_with_logits(
-                        logits.double(), label.double(), reduction="none"
-                    )
                     counts = weight > 0
-                    losses = torch.where(counts, losses, 0.0)  # an unknown label may be NaN
+                    # An unknown label may be NaN: left out before the loss, as 0 times its gradient
+                    # would be NaN too.
+                    losses = F.binary_cross_entropy_with_logits(
+                        torch.where(counts, logits.double(), 0.0),
+                        torch.where(counts, label.double(), 0.0),
+                        reduction="none",
+                    )
+                    losses = torch.where(counts, losses, 0.0)
                     sums[kind].append(losses.detach()[counts].cpu())
                     if kind == "recipe":
                         labels.append(label[counts].double().cpu())
@@ -210,7 +215,7 @@ def factor_figures(x: Tensor, number_format: str, block: str) -> FactorFigures:
     if x.numel() == 0:
         return FactorFigures(0.0, 0.0, 0.0, 0.0, 0.0)
     wide, held = x.float(), rounded(x, number_format, block)
-    finite = (bits_of(wide) & MAGNITUDE) < 0x7F80_0000
+    finite = (bits_of(wide) & MAGNITUDE) < INFINITE
     is_there = finite & (wide != 0)
     size = wide.abs()
     channels = torch.where(finite, size, 0.0).amax(dim=0)

@@ -144,6 +144,9 @@ class RmsNorm(nn.Module):
 
         Returns:
             the norm, and x for its other uses: on a GPU the gradients of both add up in one pass.
+
+        Raises:
+            ShapeError: x ends in another width.
         """
         _check_last_dim("RmsNorm", x, self.width)
         if self.gain_D is None and has_kernel(x):
@@ -224,6 +227,9 @@ class LayerNorm(nn.Module):
 
         Returns:
             the norm, and x for its other uses: on a GPU the gradients of both add up in one pass.
+
+        Raises:
+            ShapeError: x ends in another width.
         """
         _check_last_dim("LayerNorm", x, self.width)
         if self.gain_D is None and has_kernel(x):

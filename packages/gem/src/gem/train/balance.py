@@ -28,7 +28,6 @@ def step_balance(
 
     Returns:
         what its reader deals by; None where each rank takes the rows that follow one another.
-
     """
     if plan.balance == "off":
         return None

@@ -28,6 +28,9 @@ class Dealing:
         base_batch: most consecutive rows that stay together.
         parts: micro-batches that each rank runs its rows in.
         group_ranks: neighbouring ranks of a group, for ``within_group`` and ``group``.
+
+    Raises:
+        ConfigError: one of the three numbers is below 1.
     """
 
     variant: Variant

@@ -24,7 +24,6 @@ from gem_parallel.collectives import all_gather_single
 from gem_parallel.copy_engine.buffers import BufferPool, SharedBuffer
 
 _log = logging.getLogger(__name__)
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def fetch_parts(buffer: SharedBuffer, part_bytes: int, *, rank: int, ranks: int) -> None:
@@ -182,7 +181,7 @@ class UnitGather(AllGather):
         """
         if self._gathers.fetch(output_tensor):
             return None
-        return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class DefaultGather(AllGather):
@@ -215,4 +214,4 @@ class DefaultGather(AllGather):
             group: ranks that take part.
             async_op: return before it has ended.
         """
-        return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)

@@ -8,7 +8,6 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from gem_parallel.collectives import all_gather_single
 from gem_parallel.copy_engine.buffers import BufferPool, SymmetricBuffer
@@ -120,7 +119,7 @@ def measure(
     return found
 
 
-def _time(run: Callable[[], Tensor | bool | None]) -> float:
+def _time(run: Callable[[], object]) -> float:
     """Median time of a call on the current stream, milliseconds."""
     took = []
     for call in range(_WARM_UP + _CALLS):

@@ -16,8 +16,8 @@ from gem_parallel.copy_engine.gather import CopyEngineGather, UnitGather
 from gem_parallel.copy_engine.reach import break_even, measure, why_not
 
 GatherWay = Literal["nccl", "copy_engine", "measured"]
-# From which size ``copy_engine`` copies. Two H200 gather faster so from 1 MiB on; below a few MiB
-# the host, which starts three things in place of one, decides.
+# From which size ``copy_engine`` copies. Two H200 gather faster so from 2 MiB on, by the row of
+# results/h200x2/copy_engine.jsonl; below, launches decide, and times move from run to run.
 LARGE_BYTES = 4 * 2**20
 
 _log = logging.getLogger(__name__)

@@ -129,15 +129,16 @@ def adam_update(
         beta1: share of the mean that is kept, in [0, 1).
         beta2: share of the mean square that is kept, in [0, 1).
         eps: added to the root, at least 0.
-        factor: scalar tensor on the same device, such as that of clipping by norm; None for 1. No
-            host reads it.
+        factor: scalar fp32 or fp64 tensor on the same device, such as that of clipping by norm;
+            None for 1. No host reads it.
         copies: a bf16 tensor for each weight, set to it rounded; none at all leaves that out.
         impl: who computes it; see ``gem_opkit.impl``.
 
     Raises:
         ShapeError: lists of different lengths, or tensors of other shapes than their weights.
         DtypeError: weights or moments that are not fp32 (fp64), a gradient that is neither fp32
-            nor bf16, a copy that is not bf16.
+            nor bf16, a copy that is not bf16, a step that is not fp32, a factor that is
+            neither fp32 nor fp64.
         DeviceError: tensors on different devices.
         ConfigError: a beta or an eps out of range.
         UnsupportedError: tensors that are not contiguous, or an ``impl`` that cannot run here.

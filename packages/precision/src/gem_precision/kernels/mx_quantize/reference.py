@@ -33,6 +33,7 @@ from torch import Tensor
 
 from gem_opkit.stochastic import philox_words
 from gem_precision.codes import (
+    INFINITE,
     MAGNITUDE,
     bits_of,
     element_codes,
@@ -42,8 +43,7 @@ from gem_precision.codes import (
 )
 from gem_precision.elements import BLOCK, CHANCE_BLOCKS, ELEMENTS, NAN_SCALE
 
-_INFINITE = 0x7F80_0000  # bits of the infinity of fp32
-_LARGEST = 0x7F7F_FFFF  # of its largest finite number
+_LARGEST = 0x7F7F_FFFF  # bits of the largest finite number of fp32
 _NAN = 0x7FC0_0000
 
 
@@ -103,7 +103,7 @@ def mx_dequantize_reference(
     bits = torch.where(exponent >= 1, normal, subnormal)
     bits = torch.where(exponent >= 255, _LARGEST, bits)
     bits = torch.where(whole == 0, 0, bits)
-    bits = torch.where(magnitude == form.infinite_code, _INFINITE, bits)
+    bits = torch.where(magnitude == form.infinite_code, INFINITE, bits)
     bits = bits | ((codes_TD & 0x80) << 24)
     is_nan = (magnitude > form.largest_code) & (magnitude != form.infinite_code)
     is_nan = is_nan | (scales_TD == NAN_SCALE)
