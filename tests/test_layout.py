@@ -42,7 +42,15 @@ TIMING_FIELDS = {
 # Benchmarks of whole runs: their rows hold metrics and speed of training, not one operator's time.
 RUN_BENCHES = {
     *("quality", "metrics", "faults", "long_histories", "reader"),
-    *("large_tables", "fully_sharded", "step", "step_reference", "step_check", "collectives"),
+    *(
+        "large_tables",
+        "fully_sharded",
+        "step",
+        "step_reference",
+        "step_check",
+        "step_endure",
+        "collectives",
+    ),
     *("balance", "balance_step", "precision_ne", "memory", "gathers", "copy_engine"),
 }
 

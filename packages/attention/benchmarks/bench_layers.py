@@ -3,10 +3,13 @@
 Run ``python packages/attention/benchmarks/bench_layers.py`` in the root.
 
 ``GdpaPffn`` has as peers the same layer with one operator after the other, our norms with their
-residuals around attention (``separate``, ``impl="reference"``), and that with torch's norms and
-additions (``unfused``); its rows have one head and four. Rows of ``SelfAttention`` differ in the
-pattern alone; their peer rotates queries and keys in torch before attention, where the layer has a
-kernel for norm and rotation, or attention rotates (``unfused``).
+residuals around attention (``separate``, ``impl="reference"``), that with torch's norms and
+additions (``unfused``), and the latter under torch.compile (``compiled``); its rows have one head
+and four. ``transformer`` is a layer of self-attention as a model has it: its peers leave one fusion
+out each (``norm``: the norm and its place beside the residual stream; ``rotary``: norm and rotation
+of queries and keys; ``gate``: gate and residual), all of them (``unfused``), and all of them with
+torch.compile (``compiled``). Rows of ``SelfAttention`` differ in the pattern alone; their peer
+rotates queries and keys in torch before attention.
 """
 
 import copy
@@ -31,13 +34,15 @@ from gem_attention.patterns import visible_pairs, visible_pairs_block
 from gem_attention.projected import attend
 from gem_attention.rotary import apply_rotary, rote_angles
 from gem_jagged.batch import Layout
-from gem_jagged.offsets import positions
+from gem_jagged.offsets import positions, sequence_ids
 from gem_jagged.workloads import uniform_lengths
 from gem_opkit.bench import BenchCase
 from gem_opkit.bench_scripts import Group, run_script
 from gem_opkit.budget import check_run_budget, fresh, run_with_gradients
 from gem_opkit.cost import Cost
+from gem_precision.layers import RmsNorm
 from gem_precision.norms import rms_normalize
+from gem_precision.ops import gated_residual
 
 # A stream of the model's width, a quarter of its batch; context tokens of the summary.
 LENGTHS = {"cuda": uniform_lengths(256, 2048, fill=0.5), "cpu": uniform_lengths(32, 128, fill=0.5)}
@@ -70,6 +75,33 @@ class Turned(nn.Module):
         return self.layer.out(out.flatten(1))
 
 
+class Transformer(nn.Module):
+    """Norm, self-attention, gate and residual, with some of their fusions left out.
+
+    Args:
+        layer: the attention.
+        apart: of "norm", "rotary" and "gate" those that are done in torch.
+    """
+
+    def __init__(self, layer: SelfAttention, apart: tuple[str, ...] = ()) -> None:
+        super().__init__()
+        self.layer = Turned(layer) if "rotary" in apart else layer
+        self.norm = RmsNorm(layer.out.weight.shape[0])
+        self.apart = apart
+
+    def forward(self, x_TD: Tensor, layout: Layout, gap_T: Tensor, gate_BD: Tensor) -> Tensor:
+        """Run the layer."""
+        if "norm" in self.apart:
+            normed_TD = F.rms_norm(x_TD, x_TD.shape[1:], eps=self.norm.eps)
+        else:
+            normed_TD, x_TD = self.norm.beside(x_TD)
+        pairs = {} if "rotary" in self.apart else {"visible_pairs": 0}
+        out_TD = self.layer(normed_TD, layout, gap_T, **pairs)
+        if "gate" not in self.apart:
+            return gated_residual(x_TD, out_TD, gate_BD, layout.offsets_O)
+        return x_TD + out_TD * gate_BD[sequence_ids(layout.offsets_O, x_TD.shape[0])]
+
+
 class Plain(nn.Module):
     """A GDPA layer with torch's norms and additions."""
 
@@ -96,7 +128,7 @@ class Plain(nn.Module):
 
 
 def training_pass(layer: nn.Module, inputs: tuple[Any, ...], upstream: Tensor) -> Callable[[], Any]:
-    leaves = [*layer.parameters(), inputs[0]]
+    leaves = [*layer.parameters(), inputs[0], *inputs[3:]]
 
     def run() -> Any:
         return torch.autograd.grad(layer(*inputs), leaves, upstream, allow_unused=True)
@@ -113,6 +145,7 @@ def groups_of(device: str) -> Iterator[Group]:
     kind = device.split(":")[0]
     for heads in (HEADS[kind][0], 1):
         yield f"gdpa_pffn_heads_{heads}", partial(gdpa_pffn, heads, device, kind)
+    yield "transformer_window_64", partial(transformer, device, kind)
     for name, fields in PATTERNS.items():
         yield f"self_attention_{name}", partial(self_attention, name, fields, device, kind)
 
@@ -154,6 +187,31 @@ def self_attention(name: str, fields: dict[str, Any], device: str, kind: str) ->
     )
 
 
+def transformer(device: str, kind: str) -> list[BenchCase]:
+    heads, head_dim = HEADS[kind]
+    spec = AttentionSpec(**PATTERNS["window_64"], heads=heads, head_dim=head_dim, rotary="rote")
+    x, layout, gap, dtype = drawn(kind, device, heads * head_dim)
+    attention = SelfAttention(heads * head_dim, spec).to(device, dtype)
+    gate_BD = torch.rand(layout.batch, x.shape[1], device=device, dtype=dtype).requires_grad_()
+    size = {
+        "visible_pairs": visible_pairs(layout.lengths, layout.lengths, *spec.window),
+        "tokens": layout.total_tokens,
+        "heads": heads,
+        "kv_heads": heads,
+        "head_width": head_dim,
+        "value_width": head_dim,
+        "element_bytes": x.element_size(),
+    }
+    cost = block_attention_cost(**size) + block_attention_backward_cost(**size)
+    cost += linear_cost(layout.total_tokens, 4 * x.shape[1] ** 2, x.element_size())
+    parts = ("norm", "rotary", "gate")
+    unfused = Transformer(attention, parts)
+    peers: dict[str, Any] = {part: Transformer(attention, (part,)) for part in parts}
+    peers |= {"unfused": unfused, "compiled": torch.compile(unfused)}
+    inputs = (x, layout, gap, gate_BD)
+    return row("transformer_window_64", Transformer(attention), inputs, cost, peers, unfused)
+
+
 def gdpa_pffn(heads: int, device: str, kind: str) -> list[BenchCase]:
     head_dim, count = HEADS[kind][1], CONTEXT[kind]
     width = heads * head_dim
@@ -175,7 +233,8 @@ def gdpa_pffn(heads: int, device: str, kind: str) -> list[BenchCase]:
     cost += linear_cost(layout.batch * count, 2 * width**2, x.element_size())
     unfused, separate = Plain(layer), copy.copy(layer)
     separate.impl = "reference"
-    peers: dict[str, nn.Module] = {"separate": separate, "unfused": unfused}
+    peers: dict[str, Any] = {"separate": separate, "unfused": unfused}
+    peers["compiled"] = torch.compile(unfused)
     return row(f"gdpa_pffn_heads_{heads}", layer, (x, layout, context), cost, peers, unfused)
 
 
@@ -184,10 +243,10 @@ def row(
     layer: nn.Module,
     inputs: tuple[Any, ...],
     cost: Cost,
-    peers: dict[str, nn.Module],
+    peers: dict[str, Any],
     honest: nn.Module,
 ) -> list[BenchCase]:
-    x, layout, _ = inputs
+    x, layout = inputs[:2]
     upstream = torch.randn_like(x)
     return [
         BenchCase(
@@ -204,18 +263,20 @@ def row(
 
 def gate(name: str, layer: nn.Module, honest: nn.Module, inputs: tuple[Any, ...]) -> None:
     """Compare the first four sequences and the gradient of their tokens with the layer in fp64."""
-    x, layout, other = inputs
+    x, layout, *others = inputs
     lengths = layout.lengths.tolist()[:4]
+    # Others are of each token where they have one dim, else of each sequence.
+    others = [t.detach()[: sum(lengths) if t.ndim == 1 else 4] for t in others]
     few = (
         x[: sum(lengths)].detach().requires_grad_(),
         Layout.from_lengths(lengths, device=x.device),
-        other[: sum(lengths)] if other.ndim == 1 else other[:4],
+        *others,
     )
     exact = copy.deepcopy(layer).double()
     wide = (
         few[0].detach().double().requires_grad_(),
         few[1],
-        few[2] if other.ndim == 1 else few[2].double(),
+        *(t if t.ndim == 1 else t.double() for t in others),
     )
     check_run_budget(
         run_with_gradients(layer, fresh(few)),

@@ -133,8 +133,8 @@ def rows_of(case: AttentionCase, device: str) -> list[BenchCase]:
         "token_bytes": element_bytes,
         "key_bytes": element_bytes,
     }
-    # The reference keeps nothing, nor do the kernels of one head.
-    keeps = case.heads > 1 and device.startswith("cuda")
+    # The reference keeps nothing; one kernel of one head keeps a, several keep q and what is read.
+    keeps = (1 + (case.heads > 1)) * device.startswith("cuda")
     costs = (
         normed_attention_cost(**size, keeps=keeps),
         normed_attention_backward_cost(**size, kept=keeps),

@@ -11,6 +11,7 @@ import torch
 import gem_attention
 from gem_attention import ops
 from gem_jagged.batch import Layout
+from gem_opkit.budget import check_budget
 from gem_opkit.launched import kernels_of, launched_kernels
 from gem_opkit.testing import check_run_budget, fresh, poisoned_empty, run_with_gradients
 
@@ -69,6 +70,8 @@ CASES = [
     Small(BLOCK, 16, FP32),
     # One head, and two. Queries are normalised and rounded inside, which turns the sign of a score
     # next to 0: no activation here whose slope jumps there.
+    Small(NORMED, 128, lengths=FEW_KEYS, kv_heads=1),
+    Small(NORMED, 128, FP16, lengths=FEW_KEYS, options={"activation": "silu"}),
     Small(NORMED, 64, lengths=FEW_KEYS, kv_heads=1),
     Small(NORMED, 24, FP16, lengths=FEW_KEYS, kv_heads=1, options={"activation": "silu"}),
     Small(NORMED, 64, lengths=FEW_KEYS),
@@ -76,6 +79,9 @@ CASES = [
     Small(ROTARY, 128, options={"heads": 2, "key_heads": 2}),
     Small(ROTARY, 14, FP32, kv_heads=1, options={"heads": 3, "key_heads": 1, "normed": False}),
 ]
+
+# What has a kernel of its own where no gradients are asked for.
+ALONE = [case for case in CASES if case.operator == NORMED and case.kv_heads == 1]
 
 
 def operands(case, *, device):
@@ -111,6 +117,11 @@ def run_kernel(case):
         return run_with_gradients(call(case, impl="triton"), operands(case, device="cuda"))
 
 
+def run_alone(case):
+    with poisoned_empty("all"), torch.no_grad():
+        return call(case, impl="triton")(*operands(case, device="cuda"))
+
+
 def test_every_operator_with_a_kernel_is_called():
     folder = Path(gem_attention.__file__).parent / "kernels"
     have_kernels = {file.parent.name for file in folder.glob("*/kernel.py")}
@@ -134,8 +145,22 @@ def test_right_on_odd_sizes(case):
 
 
 @pytest.mark.gpu
+@pytest.mark.memcheck
+@pytest.mark.parametrize("case", ALONE, ids=lambda case: f"{case.operator}-{case.width}")
+def test_right_without_gradients(case):
+    inputs = operands(case, device="cpu")
+    low, exact = (
+        call(case, impl="reference")(*fresh(inputs, dtype=dtype))
+        for dtype in (case.dtype, torch.float64)
+    )
+    check_budget(run_alone(case).cpu(), low.detach(), exact.detach())
+
+
+@pytest.mark.gpu
 def test_no_kernel_is_left_out():
     with launched_kernels() as started:
         for case in CASES:
             run_kernel(case)
+        for case in ALONE:
+            run_alone(case)
     assert kernels_of("gem_attention") <= started

@@ -261,7 +261,7 @@ def test_kernels_compile_without_spills():
         KernelVariant(
             kernel,
             {**numbers, **common, **dict.fromkeys(names, "*bf16")},
-            {**constants, "TOKENS": 4, **({"VALUES": True} if "v_ptr" in names else {})},
+            {**constants, "TOKENS": 4, "VALUES": True},
             warps=1,
             aligned=[*common, *names, "width"],
         )

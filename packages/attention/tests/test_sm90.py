@@ -89,6 +89,7 @@ def compiled(kind, dtype, width, keys, stages, left, right, group, activation="s
         types |= dict(dq_desc=tile, dk_desc=tile, dv_desc=tile, lse="*fp32", delta="*fp32")
     else:
         kernel, constants = backward_kernel, constants | dict(KV_HEADS=1, ALL_HEADS=4)
+        constants |= dict(SHARED=activation == "silu")
     names = kernel.arg_names
     constants = {{n: value for n, value in constants.items() if n in names}}
     signature = {{n: "constexpr" if n in constants else types.get(n, "i32") for n in names}}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gem_attention.activations import activate
-from gem_attention.hopper.gradients.kernel import finish_kernel, prepare_kernel
+from gem_attention.hopper.gradients.kernel import finish_kernel, gather_kernel, prepare_kernel
 from gem_attention.patterns import window_mask
 from gem_attention.tiles import key_tiles, query_tiles
 from gem_jagged.batch import Layout
@@ -67,6 +67,7 @@ def test_sums_are_cleared_cut_between_sequences_and_converted(width, group, wind
         HAS_GRAD_LSE=True,
         SPLIT=split,
         DESCENDING=window != FULL,
+        SHARED=False,
     )
     entries = listed.entries[: int(listed.count)].tolist()
     begin, cut, end = bounds.tolist()
@@ -119,6 +120,27 @@ def test_sums_are_cleared_cut_between_sequences_and_converted(width, group, wind
         assert (sums == 0).sum() == (zeroed if number else 0)
 
 
+@pytest.mark.interpreter
+@pytest.mark.parametrize(("width", "rows"), [(128, 64), (64, 128)])
+def test_copies_of_shared_queries_are_added(width, rows):
+    queries, heads, copies = 100, 2, 3
+    padded = -(-queries // rows) * rows
+    value = torch.randn(copies, padded, heads, width)
+    sums = torch.stack(
+        [
+            part(columns)
+            for copy in value
+            for block in copy.split(64)
+            for head in block.unbind(1)
+            for columns in head.split(64, dim=1)
+        ]
+    )
+    grad_q = torch.full((queries, heads, width), torch.nan)
+    parts = len(sums) // copies
+    gather_kernel[(parts * 4,)](sums, grad_q, queries, parts, copies, 0.5, HEADS=heads, WIDTH=width)
+    torch.testing.assert_close(grad_q, value.sum(0)[:queries] * 0.5)
+
+
 def test_what_stands_around_the_kernel_compiles_for_hopper():
     integers = "batch q_tokens k_tokens padded_tokens programs stride_gt stride_gh"
     tiles = ("bounds", "q_tiles", "q_count", "k_tiles", "k_count", "q_offsets", "k_offsets")
@@ -131,7 +153,9 @@ def test_what_stands_around_the_kernel_compiles_for_hopper():
         KernelVariant(
             "prepare_kernel",
             pointers | dict.fromkeys(integers.split(), "i32"),
-            whole | {"WINDOWED": windowed, "SPLIT": not windowed, "DESCENDING": windowed},
+            whole
+            | {"WINDOWED": windowed, "SPLIT": not windowed, "DESCENDING": windowed}
+            | {"SHARED": not windowed},
         )
         for windowed in (False, True)
     ]
@@ -144,8 +168,15 @@ def test_what_stands_around_the_kernel_compiles_for_hopper():
         | {"scale": "fp32"},
         shape | {"GROUP": 2, "ALL_HEADS": 4, "WINDOWED": False},
     )
+    gather = KernelVariant(
+        "gather_kernel",
+        {name: pointers[name] for name in ("sums", "grad_q")}
+        | dict.fromkeys(("queries", "parts", "copies"), "i32")
+        | {"scale": "fp32"},
+        {"HEADS": 4, "WIDTH": 128},
+    )
     module = "gem_attention.hopper.gradients.kernel"
-    for report in compile_kernels(module, [*prepare, finish], capabilities=[90]):
+    for report in compile_kernels(module, [*prepare, finish, gather], capabilities=[90]):
         assert report.stack_bytes == 0, report.variant
 
 

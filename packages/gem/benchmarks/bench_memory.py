@@ -4,7 +4,9 @@
 
 The trainer's own step on random batches that lie on the device; one process, every plan in turn on
 the same model. ``--hand`` adds choices that people make: run all streams again, all regions, all
-but products and attention; each is followed by the plan that is chosen for the bytes of that one.
+but products and attention; each is followed by the plan that is chosen for the peak of that one.
+``--fraction`` adds the rule of torch's ``activation_memory_budget``: one part of what autograd
+keeps for every region alike, chosen by torch's own knapsack and run in the same way as the rest.
 A choice that memory does not hold is a row that says so. The bytes that the backward pass finds are
 counted, and have to be those of the plan. Rows go to ``results/<device>/memory.jsonl``.
 """
@@ -13,12 +15,14 @@ import argparse
 import gc
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from torch._functorch._activation_checkpointing.knapsack import dp_knapsack
 
 from gem.config import load_recipe
 from gem.data.batch import ExampleBatch
@@ -68,7 +72,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--budget", type=float, action="append", default=[], help="GiB")
     parser.add_argument("--kept", action="append", default=[], help="fp8 or fp4, without a budget")
     parser.add_argument("--hand", action="store_true", help="choices made by hand, and their like")
+    parser.add_argument(
+        "--fraction", type=float, action="append", default=[],
+        help="one part for every region, by torch's rule, and its like",
+    )  # fmt: skip
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=1, help="times that all plans take turns")
     parser.add_argument("--limit", type=float, default=1e9, help="seconds, after which no new plan")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--dry", action="store_true", help="write no row")
@@ -120,37 +129,53 @@ class Plans:
         )
 
     def rows(self) -> list[dict[str, Any]]:
-        """Every plan, the most important ones first."""
-        found: list[dict[str, Any]] = []
+        """Every plan, the most important ones first; then as many rounds more as asked for."""
+        tried: list[Tried] = []
+        for name, own, plan, kept in self.wanted():
+            if time.perf_counter() - self.began > self.given.limit:
+                _say(f"time is up before: {name}")
+                break
+            tried.append(self.count(name, own, plan, kept))
+            self.go(tried[-1])
+            _say(tried[-1].line())
+        for _ in range(self.given.rounds - 1):
+            for each in tried:
+                if each.row["fits"] and time.perf_counter() - self.began < self.given.limit:
+                    self.go(each)
+        if self.given.rounds > 1:
+            for each in tried:
+                _say(each.line())
+        return [{**each.row, **provenance()} for each in tried]
+
+    def wanted(self) -> Iterator[tuple[str, Profile, RecomputePlan | None, str]]:
+        """Name, profile, plan, format of what is kept."""
         profile = self.profile()
-        wanted: list[tuple[str, Profile, RecomputePlan | None, str]] = [
-            ("all kept", profile, None, "as_is")
-        ]
+        yield "all kept", profile, None, "as_is"
         for gib in self.given.budget:
-            plan = choose(profile, int(gib * 2**30))
-            wanted.append((f"budget of {gib:g} GiB", profile, plan, "as_is"))
+            yield f"budget of {gib:g} GiB", profile, choose(profile, int(gib * 2**30)), "as_is"
         for kept in self.given.kept:
             packed = self.profile(kept)
-            wanted.append((f"all kept as {kept}", packed, choose(packed, None), kept))
+            yield f"all kept as {kept}", packed, choose(packed, None), kept
         for name, rule in HANDS.items() if self.given.hand else ():
             plans = [region_plan(profile, i, rule(r)) for i, r in enumerate(profile.regions)]
             plan = plan_by_hand(profile, plans)
             like = choose(profile, max(plan.peak_bytes, plan.least_bytes))
-            wanted.append((f"by hand: {name}", profile, plan, "as_is"))
-            wanted.append((f"chosen for the bytes of: {name}", profile, like, "as_is"))
-        for name, own, plan, kept in wanted:
-            if time.perf_counter() - self.began > self.given.limit:
-                _say(f"time is up before: {name}")
-                break
-            row = self.measure(name, own, plan, kept)
-            _say(" ".join(f"{k}={v}" for k, v in row.items() if k not in ("plan", "commit")))
-            found.append({**row, **provenance()})
-        return found
+            yield f"by hand: {name}", profile, plan, "as_is"
+            yield f"chosen for the peak of: {name}", profile, like, "as_is"
+        for part in self.given.fraction:
+            plan = plan_by_hand(
+                profile,
+                [
+                    region_plan(profile, place, one_fraction(profile, region, part))
+                    for place, region in enumerate(profile.regions)
+                ],
+            )
+            like = choose(profile, plan.kept_bytes, bound="kept")
+            yield f"one fraction for all regions: {part:g}", profile, plan, "as_is"
+            yield f"chosen for the kept bytes of: fraction {part:g}", profile, like, "as_is"
 
-    def measure(
-        self, name: str, profile: Profile, plan: RecomputePlan | None, kept: str
-    ) -> dict[str, Any]:
-        """Steps under one plan."""
+    def count(self, name: str, profile: Profile, plan: RecomputePlan | None, kept: str) -> "Tried":
+        """Run a plan's forward pass and hold what it keeps to what the plan says."""
         batch = self.batches[0]
         row: dict[str, Any] = {
             "bench": "memory",
@@ -158,57 +183,69 @@ class Plans:
             "device": device_name(self.world.device),
             "events": batch.event_tokens,
             "set": self.given.set,
-            "steps": self.given.steps,
+            "steps": self.given.steps * self.given.rounds,
+            "fits": True,
         }
-        if plan is not None:
-            row |= {
-                "kept_bytes": plan.kept_bytes,
-                "planned_peak_bytes": plan.peak_bytes,
-                "unchanged_bytes": plan.unchanged_bytes,
-                "again_ms": plan.again_ms,
-                "plan": memory_json(profile, plan),
-            }
-        full = False
+        tried = Tried(row, plan, kept)
+        if plan is None:
+            return tried
+        row |= {
+            "kept_bytes": plan.kept_bytes,
+            "planned_peak_bytes": plan.peak_bytes,
+            "unchanged_bytes": plan.unchanged_bytes,
+            "again_ms": plan.again_ms,
+            "plan": memory_json(profile, plan),
+        }
+        step = self.step
+        step.model.train()
+        handle = recompute_by(step.model, plan, packing=packing_of(kept))
         try:
-            row |= self._steps(plan, kept)
+            copies = [] if step.working is None else [*step.working.copies.values()]
+            alive = [*step.model.parameters(), *step.model.buffers(), *copies]
+            with (
+                step.precision(),
+                handle.counting([*alive, *batch_tensors(batch)]) as count,
+            ):
+                self._forward(batch)
+            row["counted_bytes"] = count.total
         except torch.OutOfMemoryError:
-            full = True
-        if full:
             row["fits"] = False
+        finally:
+            handle.undo()
+        if row["fits"] and abs(row["counted_bytes"] - plan.kept_bytes) > (
+            COUNT_BAND * plan.kept_bytes
+        ):
+            raise MeasurementError(
+                refusal(
+                    "bench_memory",
+                    "counted_bytes",
+                    must=f"be the plan's {plan.kept_bytes} for {name}",
+                    got=row["counted_bytes"],
+                    fix="mend the plan before its time",
+                )
+            )
+        return tried
+
+    def go(self, tried: "Tried") -> None:
+        """Take steps under a plan; one that memory does not hold is told in the row."""
+        if tried.row["fits"]:
+            try:
+                self._steps(tried)
+            except torch.OutOfMemoryError:
+                tried.row["fits"] = False
+        if not tried.row["fits"]:
             self.step.parallel.module.zero_grad()
         gc.collect()
         if self.world.device.type == "cuda":
             torch.cuda.empty_cache()
-        return row
 
-    def _steps(self, plan: RecomputePlan | None, kept: str) -> dict[str, Any]:
+    def _steps(self, tried: "Tried") -> None:
         on_gpu, step = self.world.device.type == "cuda", self.step
         step.model.train()
         handle = None
-        found: dict[str, Any] = {"fits": True}
+        if tried.plan is not None:
+            handle = recompute_by(step.model, tried.plan, packing=packing_of(tried.kept))
         try:
-            if plan is not None:
-                handle = recompute_by(step.model, plan, packing=packing_of(kept))
-                copies = [] if step.working is None else [*step.working.copies.values()]
-                alive = [*step.model.parameters(), *step.model.buffers(), *copies]
-                with (
-                    step.precision(),
-                    handle.counting([*alive, *batch_tensors(self.batches[0])]) as count,
-                ):
-                    self._forward(self.batches[0])
-                found["counted_bytes"] = count.total
-                del count
-                if abs(found["counted_bytes"] - plan.kept_bytes) > COUNT_BAND * plan.kept_bytes:
-                    raise MeasurementError(
-                        refusal(
-                            "bench_memory",
-                            "counted_bytes",
-                            must=f"be the plan's {plan.kept_bytes}",
-                            got=found["counted_bytes"],
-                            fix="mend the plan before its time",
-                        )
-                    )
-            took: list[float] = []
             for call in range(WARM_UP + self.given.steps):
                 if call == WARM_UP and on_gpu:
                     torch.cuda.reset_peak_memory_stats()
@@ -216,17 +253,16 @@ class Plans:
                 scored = step(self.batches[call % BATCHES], self.number)
                 self.number += 1
                 if call >= WARM_UP:
-                    took.append(1e3 * (self._now() - began))
-                found["loss"] = float(scored.loss)
-            found |= {
-                "step_ms": median(took),
-                "step_ms_fastest": min(took),
-                "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
-            }
+                    tried.took.append(1e3 * (self._now() - began))
+                tried.row["loss"] = float(scored.loss)
         finally:
             if handle is not None:
                 handle.undo()
-        return found
+        tried.row |= {
+            "step_ms": median(tried.took),
+            "step_ms_fastest": min(tried.took),
+            "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
+        }
 
     def _forward(self, batch: ExampleBatch) -> None:
         step = self.step
@@ -239,6 +275,39 @@ class Plans:
         if self.world.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
+
+
+@dataclass(slots=True)
+class Tried:
+    """One plan, and what has been measured of it so far."""
+
+    row: dict[str, Any]
+    plan: RecomputePlan | None
+    kept: str
+    took: list[float] = field(default_factory=list)
+
+    def line(self) -> str:
+        """What is shown while the rest is measured."""
+        left_out = ("bench", "device", "set", "plan", "steps", "events", "unchanged_bytes")
+        shown = ((key, value) for key, value in self.row.items() if key not in left_out)
+        return " ".join(
+            f"{key}={value:.5g}" if isinstance(value, float) else f"{key}={value}"
+            for key, value in shown
+        )
+
+
+def one_fraction(profile: Profile, region: Region, part: float) -> list[Call]:
+    """What torch's partitioner would keep of a region under one ``activation_memory_budget``.
+
+    Of what autograd keeps, inputs aside, the same part in every region; which, its own knapsack
+    says by the FLOPs that each result takes, as it is set by default.
+    """
+    inside = {*region.saved} - {*region.inputs}
+    items = [c for c in region.calls if c.can_be_kept and inside & {*c.made}]
+    whole = profile.size(inside) or 1
+    sizes = [profile.size(call.made) / whole for call in items]
+    _, saved, _ = dp_knapsack(sizes, [float(max(call.cost.flops, 1)) for call in items], part)
+    return [items[place] for place in saved]
 
 
 def _again(region: Region) -> list[Call]:

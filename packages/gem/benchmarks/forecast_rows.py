@@ -41,6 +41,43 @@ def step_rows(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def earlier_state(folder: Path) -> dict[str, Any]:
+    """What was forecast of rows of an earlier state, when that was the state of the repository.
+
+    Rows of several GPUs stay when the code goes on, until such machines are there again. What they
+    are held to are the forecasts of their own commit, which knew the same step.
+
+    Args:
+        folder: of all results.
+
+    Returns:
+        ``commit``; ``forecasts``, case -> step_ms and memory_bytes; and ``one_gpu``, recipe -> the
+        row of one GPU. Empty where no file says so.
+    """
+    file = folder / "h200x2" / "forecast.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+def forecast_figures(
+    row: Mapping[str, Any], fitted: Calibrated, earlier: Mapping[str, Any]
+) -> tuple[float, int]:
+    """Step time and memory that are forecast of a row, by the state that it was measured in.
+
+    Args:
+        row: of step.jsonl.
+        fitted: rates and links of today.
+        earlier: from `earlier_state`.
+
+    Returns:
+        milliseconds, and bytes of a rank.
+    """
+    if row["gpus"] > 1 and row["commit"] == earlier.get("commit"):
+        then = earlier["forecasts"][row["case"]]
+        return then["step_ms"], then["memory_bytes"]
+    found = forecast_of(row, fitted)
+    return found.step_ms, found.memory.total
+
+
 def fit(folder: Path) -> Calibrated:
     """Fit rates and links to the rows of a folder.
 
@@ -107,7 +144,7 @@ def measured(folder: Path, fitted: Calibrated) -> list[str]:
 
     Returns:
         Markdown; the first row is the one that rates were fitted to. Weak scaling is counted
-        against one GPU with the same recipe.
+        against one GPU with the same recipe, in the same state.
     """
     lines = [
         "| recipe | GPUs, plan | MFU | weak scaling | measured, ms | forecast, ms | error "
@@ -115,20 +152,23 @@ def measured(folder: Path, fitted: Calibrated) -> list[str]:
         "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     alone: dict[str, float] = {}
-    rows = step_rows(folder)
+    rows, earlier = step_rows(folder), earlier_state(folder)
     for row in rows:
-        found = forecast_of(row, fitted)
+        step_ms, memory_bytes = forecast_figures(row, fitted, earlier)
+        then = row["gpus"] > 1 and row["commit"] == earlier.get("commit")
         name = ", ".join([str(row["case"]).partition(",")[0], *row["set"]])
         if row["gpus"] == 1:
             alone[name] = row["e2e_mfu"]
         here = " (fitted to it)" if row is rows[0] else ""
-        weak = f"{row['e2e_mfu'] / alone[name]:.3f}" if name in alone else "-"
-        error = found.step_ms / row["step_ms"] - 1
+        base = earlier["one_gpu"][name]["e2e_mfu"] if then else alone.get(name)
+        weak = f"{row['e2e_mfu'] / base:.3f}" if base else "-"
+        state = f", at {row['commit'][:7]}" if then else ""
+        error = step_ms / row["step_ms"] - 1
         lines.append(
-            f"| {name}{here} | {row['gpus']}, {row['plan']} | {100 * row['e2e_mfu']:.1f} % | "
-            f"{weak} | {row['step_ms']:.1f} | "
-            f"{found.step_ms:.1f} | {100 * error:+.1f} % | {row['peak_bytes'] / 2**30:.1f} | "
-            f"{found.memory.total / 2**30:.1f} |"
+            f"| {name}{here}{state} | {row['gpus']}, {row['plan']} | "
+            f"{100 * row['e2e_mfu']:.1f} % | {weak} | {row['step_ms']:.1f} | "
+            f"{step_ms:.1f} | {100 * error:+.1f} % | {row['peak_bytes'] / 2**30:.1f} | "
+            f"{memory_bytes / 2**30:.1f} |"
         )
     return lines
 

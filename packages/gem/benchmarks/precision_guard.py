@@ -5,13 +5,18 @@
 Takes the newest checkpoint of RUN and some batches of its validation data, and runs them in bf16
 and by the recipe, every layer in it whatever its width. Prints the difference of NE with its
 interval, the layers to take out with the reasons, and the worst layers. ``--plant LAYER`` makes one
-channel of a layer's input 1,000 times as large, which the guard has to find.
+channel of a layer's input 1,000 times as large and the weights that read it as much smaller, so
+that in exact numbers nothing changes: the guard has to find the layer. ``--out`` writes rows to
+``<out>/<device>/precision_guard.jsonl``: with every layer in 8 bits, and with those that the guard
+names taken out.
 """
 
 import argparse
+import json
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich.console import Console
@@ -20,6 +25,8 @@ from torch import Tensor, nn
 from gem.data.batch import ExampleBatch
 from gem.model.build import late_layers
 from gem.train.saved_run import saved_run
+from gem_opkit.bench import device_folder, provenance, write_rows
+from gem_opkit.ceilings import device_name
 from gem_precision.contract import PrecisionRecipe
 from gem_precision.guard import FactorFigures, GuardReport, guard_recipe
 
@@ -41,15 +48,38 @@ def shown(report: GuardReport, most: int) -> list[str]:
 
 
 def plant(model: nn.Module, name: str) -> None:
-    """Multiply the first channel of a layer's input, in every call."""
+    """Multiply the first channel of a layer's input in every call, and divide its weights."""
 
     def larger(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
         factor = torch.ones(inputs[0].shape[-1], device=inputs[0].device, dtype=inputs[0].dtype)
         factor[0] = PLANTED
         return (inputs[0] * factor, *inputs[1:])
 
+    layer = cast(nn.Linear, model.get_submodule(name))
+    with torch.no_grad():
+        layer.weight[:, 0] /= PLANTED
     # In front of the guard's own look at the input.
-    model.get_submodule(name).register_forward_pre_hook(larger, prepend=True)
+    layer.register_forward_pre_hook(larger, prepend=True)
+
+
+def row_of(report: GuardReport, chosen: argparse.Namespace, left_out: Sequence[str]) -> dict:
+    """What the guard found, for a file of results."""
+    planted = f", planted x {PLANTED:,.0f}" if chosen.plant else ""
+    return {
+        "bench": "precision_guard",
+        "case": f"{chosen.run.name}{planted}, {chosen.recipe}: "
+        + ("named layers taken out" if left_out else "every layer"),
+        "recipe": chosen.recipe,
+        "planted": chosen.plant,
+        "left_out": list(left_out),
+        "ne": report.ne,
+        "ne_bf16": report.ne_bf16,
+        "ne_difference_frac": report.ne_difference_frac,
+        "ne_interval_frac": report.ne_interval_frac,
+        "labels": report.examples,
+        "take_out": {layer.name: list(layer.faults) for layer in report.layers if layer.faults},
+        "errors": {layer.name: layer.error_frac for layer in report.layers},
+    }
 
 
 def main() -> None:
@@ -63,9 +93,11 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=8, help="layers to show")
     parser.add_argument("--plant", default=None, metavar="LAYER")
     parser.add_argument("--data-root", type=Path, default=Path("runs/data"))
+    parser.add_argument("--out", type=Path, default=None, help="folder of results, for rows")
+    parser.add_argument("--naive", action="store_true", help="heads and last layer in 8 bits, too")
     chosen = parser.parse_args()
     console = Console()
-    recipe = PrecisionRecipe.model_validate({"recipe": chosen.recipe, "least_width": 0})
+    rows: list[dict[str, Any]] = []
     given = {"command": "precision_guard", "display": None, "data_root": chosen.data_root}
     with saved_run(chosen.run, **given) as saved:
         step, reader, device = saved.run.step, saved.run.reader, saved.run.world.device
@@ -78,14 +110,32 @@ def main() -> None:
             weights = batch.label_mask_BA[:, task] * batch.weights_B
             return model(batch)[:, task], batch.labels_BA[:, task], weights
 
-        batches = (b.to(device) for b in islice(reader.batches(chosen.split), chosen.batches))
-        report = guard_recipe(
-            step.model, recipe, batches, score=score, device=device,
-            escapes=late_layers(step.model),
-        )  # fmt: skip
-    console.print(f"{chosen.recipe} on {chosen.run}, {labels[task]} of {chosen.split}")
-    for line in (*report.told().splitlines(), *shown(report, chosen.most)):
-        console.print(line, highlight=False, soft_wrap=True)
+        late = () if chosen.naive else late_layers(step.model)
+
+        def judged(taken_out: Sequence[str]) -> GuardReport:
+            recipe = PrecisionRecipe(
+                recipe=chosen.recipe, least_width=0, bf16_escapes=(*late, *taken_out)
+            )
+            given = islice(reader.batches(chosen.split), chosen.batches)
+            batches = (batch.to(device) for batch in given)
+            return guard_recipe(step.model, recipe, batches, score=score, device=device)
+
+        report = judged(())
+        console.print(f"{chosen.recipe} on {chosen.run}, {labels[task]} of {chosen.split}")
+        for line in (*report.told().splitlines(), *shown(report, chosen.most)):
+            console.print(line, highlight=False, soft_wrap=True)
+        rows.append(row_of(report, chosen, ()))
+        if report.take_out():
+            without = judged(report.take_out())
+            console.print("with these taken out:")
+            for line in without.told().splitlines():
+                console.print(line, highlight=False, soft_wrap=True)
+            rows.append(row_of(without, chosen, report.take_out()))
+        if chosen.out is not None:
+            rows = [{**row, "device": device_name(device), **provenance()} for row in rows]
+            json.dumps(rows, allow_nan=False)  # refuse to write what is not a number
+            folder = device_folder(rows[0]["device"])
+            write_rows(chosen.out / folder / "precision_guard.jsonl", rows)
 
 
 if __name__ == "__main__":

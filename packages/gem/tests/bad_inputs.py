@@ -251,8 +251,8 @@ CASES = (
         ("bench", "step", "synthetic-debug", "--check", "50", "--set", "train.device=cpu"),
     ),
     Case(
-        *("A bench", "steps to endure without a comparison"),
-        ("bench", "step", "synthetic-debug", "--endure", "5"),
+        *("A bench", "a document of a long run"),
+        ("bench", "step", "synthetic-debug", "--endure", "5", "--out", "step.json"),
     ),
     Case("The recipe", "no such recipe", ("train", "synthetic-debugg")),
     Case("The recipe", "no such file", ("train", "recipes/mine.toml")),

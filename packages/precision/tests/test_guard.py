@@ -84,6 +84,23 @@ def test_a_planted_outlier_channel_is_found():
     assert all(not layer.faults for layer in report.layers[2:])
 
 
+def test_a_planted_outlier_that_changes_nothing_else_is_found():
+    """The weights that read the channel are as much smaller: every gradient is as it was."""
+    net, same = model(), model()
+    net.scale[7] = 1_000.0
+    with torch.no_grad():
+        net.layers[2].weight[:, 7] /= 1_000.0
+    x = batches(1)[0][0]
+    torch.testing.assert_close(net(x), same(x))
+    report = guarded(net)
+    assert report.take_out() == ("layers.2",)
+    assert report.layers[0].faults[0].startswith("one channel of its input is ")
+    kept = PrecisionRecipe(
+        recipe="fp8_block", least_width=1, bf16_escapes=("head", *report.take_out())
+    )
+    assert guarded(net, recipe=kept).take_out() == ()
+
+
 def test_a_factor_that_does_not_fit_is_told_by_its_errors():
     net = model()
     net.scale[7] = 1e6

@@ -237,6 +237,8 @@ def test_mlp_of_any_number_of_rows_has_gradients(rows):
         (lambda: Mlp((4,)), "widths must hold"),
         (lambda: Mlp((4, 2), activation="tanh"), "activation must be one of"),
         (lambda: Mlp((4, 2), dropout=1.0), "dropout must be in"),
+        (lambda: RmsNorm(4)(torch.ones(2, 4), dropout=1.0), "RmsNorm: dropout must be in"),
+        (lambda: LayerNorm(4)(torch.ones(2, 4), dropout=-0.1), "LayerNorm: dropout must be in"),
         (lambda: RmsNorm(0), "RmsNorm: width must be above 0"),
         (lambda: RmsNorm(4, eps=0.0), "RmsNorm: eps must be above 0"),
         (lambda: LayerNorm(4, eps=-1.0), "LayerNorm: eps must be above 0"),

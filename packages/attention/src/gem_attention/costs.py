@@ -14,6 +14,10 @@ from gem_attention.kernels.jagged_flash_attention.cost import (
     jagged_flash_attention_cost,
     visible_pairs_in_sequence,
 )
+from gem_attention.kernels.mx_attention.cost import (
+    mx_attention_backward_cost,
+    mx_attention_cost,
+)
 from gem_attention.kernels.normed_attention.cost import (
     normed_attention_backward_cost,
     normed_attention_cost,
@@ -32,6 +36,8 @@ __all__ = [
     "generalized_attention_cost",
     "jagged_flash_attention_backward_cost",
     "jagged_flash_attention_cost",
+    "mx_attention_backward_cost",
+    "mx_attention_cost",
     "normed_attention_backward_cost",
     "normed_attention_cost",
     "pooled_attention_backward_cost",

@@ -240,7 +240,7 @@ class GdpaPffn(nn.Module):
             k_SGK = rms_normalize(k_SGK)
         k_layout = constant_layout(batch, count, layout)
         pairs = count * layout.total_tokens
-        if spec.activation != "softmax" and self._is_one_operator(x_TD, k_SGK, count):
+        if spec.activation != "softmax" and self._is_one_operator(x_TD, k_SGK):
             return normed_attention(
                 x_TD,
                 k_SGK,
@@ -261,9 +261,9 @@ class GdpaPffn(nn.Module):
         read_TD = out_THV.reshape(tokens, spec.heads * spec.head_dim)
         return self.out_norm(read_TD, before=q1_TD, after=x_TD)
 
-    def _is_one_operator(self, x_TD: Tensor, k_SGK: Tensor, most_keys: int) -> bool:
+    def _is_one_operator(self, x_TD: Tensor, k_SGK: Tensor) -> bool:
         """Tell whether the layer is one operator; what is spread over devices is not."""
-        takes = has_kernel(x_TD) and normed_attention_takes(x_TD, k_SGK, most_keys)
+        takes = has_kernel(x_TD) and normed_attention_takes(x_TD, k_SGK)
         has_triton = self.impl == "triton" or takes
         chosen = resolve_impl(self.impl, x_TD.device, "GdpaPffn", has_triton=has_triton)
         return chosen == "triton"

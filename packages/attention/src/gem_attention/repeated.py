@@ -2,8 +2,9 @@
 
 Then it is attention of jagged batches with queries of one length, and its operators compute it; the
 gradients of the repeated seeds are summed over the batch. With so many seeds the products take
-longer than the copies. Heads that share keys but not their activation go this way too. The forward
-on Hopper reads the same seeds for every sequence and needs no copies.
+longer than the copies. Heads that share keys but not their activation go this way too. On Hopper
+the kernels read the same seeds for every sequence and need no copies, but for a backward whose bits
+must be the same in every run.
 """
 
 from functools import lru_cache
@@ -15,6 +16,9 @@ from gem_attention.kernels.generalized_attention.op import generalized_attention
 from gem_attention.kernels.jagged_flash_attention.op import jagged_flash_attention_by_offsets
 
 _OPEN = (None, None)
+# The backward can write the gradient of v into a part of another tensor.
+WRITES_INTO = True
+_SHARES = False
 
 
 def launch_forward(
@@ -81,12 +85,40 @@ def launch_backward(  # noqa: PLR0913 - what the mathematics takes
     activations: str,
     scale: float,
     deterministic: bool,
+    grad_v_SGV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of the seeds, k and v; every row written."""
+    """Return the gradients of the seeds, k and v; every row written.
+
+    That of v may be written to ``grad_v_SGV``, and is the very same tensor then.
+    """
     seeds, heads, width = seeds_PHK.shape
     batch = k_offsets_O.shape[0] - 1
     q_offsets_O = _offsets(batch, seeds, k_offsets_O)
     grad_out_THV = grad_out_BPHV.reshape(batch * seeds, heads, v_SGV.shape[2])
+    if _SHARES and k_SGK.is_cuda and not deterministic and len(set(activations.split(","))) == 1:
+        from gem_attention.hopper.launching import takes_repeated
+
+        if takes_repeated(seeds_PHK, k_SGK, v_SGV, batch=batch):
+            from gem_attention.hopper.backward import kernel_sm90
+            from gem_attention.portable.ragged.descriptor import packs
+
+            softmax = activations == "softmax"
+            return kernel_sm90.launch_backward(
+                grad_out_THV,
+                None,
+                seeds_PHK,
+                k_SGK,
+                v_SGV,
+                out_BPHV.reshape(grad_out_THV.shape) if softmax else None,
+                lse_BPH.reshape(batch * seeds, heads) if softmax else None,
+                q_offsets_O,
+                k_offsets_O,
+                window=_OPEN,
+                scale=scale,
+                activations=activations.split(",")[0],
+                shared=True,
+                grad_v_SGV=grad_v_SGV if grad_v_SGV is not None and packs(grad_v_SGV) else None,
+            )
     operands = (_repeat(seeds_PHK, batch), k_SGK, v_SGV)
     places = (q_offsets_O, k_offsets_O, None, None)
     rest = (scale, deterministic, 0, "triton")
@@ -105,9 +137,9 @@ def launch_backward(  # noqa: PLR0913 - what the mathematics takes
             *_OPEN,
             *rest,
         )
-    grad_q_THK, grad_k_SGK, grad_v_SGV = gradients
+    grad_q_THK, *others = gradients
     # Sums in float32, whatever the dtype.
-    return grad_q_THK.view(batch, seeds, heads, width).sum(0), grad_k_SGK, grad_v_SGV
+    return grad_q_THK.view(batch, seeds, heads, width).sum(0), *others
 
 
 def _repeat(seeds_PHK: Tensor, batch: int) -> Tensor:

@@ -82,6 +82,7 @@ def launch_backward(
     scale: float,
     *,
     deterministic: bool,
+    grad_v_SGV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Differentiate ``launch_forward``.
 
@@ -93,6 +94,8 @@ def launch_backward(
         window: as there.
         scale: as there.
         deterministic: whether the bits must be the same in every run.
+        grad_v_SGV: where the gradient of v may be written, heads side by side; the Hopper kernels
+            do.
 
     Returns:
         gradients of q, k and v.
@@ -102,7 +105,13 @@ def launch_backward(
     batch = offsets[0].shape[0] - 1
     kernels = _kernels(*readable, batch=batch, window=window, deterministic=deterministic)
     grad_out_THV, grad_lse_TH = upstream
-    grad_q_THK, grad_k_SGK, grad_v_SGV = kernels.launch_backward(
+    given: dict[str, Any] = {"deterministic": deterministic}
+    if grad_v_SGV is not None and hasattr(kernels, "WRITES_INTO"):
+        from gem_attention.portable.ragged.descriptor import packs
+
+        if packs(grad_v_SGV):
+            given["grad_v_SGV"] = grad_v_SGV
+    grad_q_THK, grad_k_SGK, made_SGV = kernels.launch_backward(
         readable_rows(grad_out_THV),
         grad_lse_TH,
         *readable,
@@ -110,9 +119,9 @@ def launch_backward(
         *(side.contiguous() for side in offsets),
         window=window,
         scale=abs(scale),
-        deterministic=deterministic,
+        **given,
     )
-    return -grad_q_THK if scale < 0 else grad_q_THK, grad_k_SGK, grad_v_SGV
+    return -grad_q_THK if scale < 0 else grad_q_THK, grad_k_SGK, made_SGV
 
 
 def _readable(

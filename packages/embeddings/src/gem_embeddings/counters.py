@@ -137,8 +137,34 @@ class TableCounters:
             as ``read``.
         """
         found = self.read()
-        self.return_to(({}, {}, None, None))
+        self.return_to(_nothing())
         return found
+
+    def set_aside(self) -> Mark:
+        """Begin at 0 without reading anything; ``add_all`` brings back what had been counted.
+
+        Returns:
+            the counts so far.
+        """
+        found = self.mark()
+        self.return_to(_nothing())
+        return found
+
+    def add_all(self, mark: Mark) -> None:
+        """Add counts that were set aside. Nothing waits for a device.
+
+        Args:
+            mark: from ``mark`` or ``set_aside``, of counters of the same tables.
+        """
+        host, outside, outside_T, unique_T = mark
+        for table, counts in host.items():
+            self.add(table, looked_up=counts[0], unique=counts[1], empty_bags=counts[2])
+        for table, count in outside.items():
+            self.add_outside(table, count)
+        if outside_T is not None:
+            self.add_outside_all(outside_T)
+        if unique_T is not None:
+            self.add_unique_all(unique_T)
 
     def mark(self) -> Mark:
         """Remember where the counts stand, without reading them; ``return_to`` undoes what follows.
@@ -158,6 +184,10 @@ class TableCounters:
         self._host = {table: list(mark[0].get(table, (0, 0, 0))) for table in self._clips}
         self._outside = dict(mark[1])
         self._outside_T, self._unique_T = mark[2], mark[3]
+
+
+def _nothing() -> Mark:
+    return {}, {}, None, None
 
 
 def _added(before: Tensor | None, count: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from gem_embeddings.contract import LookupSpec, OptimizerSpec, RowDtype, TablePlan, TableSpec
 from gem_embeddings.counters import TableCounts
 from gem_jagged.batch import Jagged
-from gem_opkit.errors import ConfigError, refusal
+from gem_opkit.errors import ConfigError, UnsupportedError, refusal
 from gem_parallel.contract import SPARSE_AXES
 from gem_parallel.launch import World
 
@@ -31,8 +31,16 @@ class StartedLookup:
     """A lookup whose ids are on their way to the ranks that hold their rows.
 
     Made by ``TableEngine.start`` and given to ``forward`` once. Rows are read in ``forward``, not
-    before, so rows that move in between are read as they are then.
+    before, so rows that move in between are read as they are then; ``TableEngine.read_ahead`` is
+    the exception.
     """
+
+    def tensors(self) -> list[Tensor]:
+        """Return what the forward pass, the backward pass and the update read on the device.
+
+        Whoever started a call on another stream has to tell the allocator of it.
+        """
+        return []
 
 
 class TableEngine(nn.Module, ABC):
@@ -118,6 +126,54 @@ class TableEngine(nn.Module, ABC):
         Raises:
             DataError: bad ids on any rank of the sharding group; every rank of it raises.
         """
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether there are ``start_ahead`` and ``read_ahead``: nothing has to wait or travel."""
+        return False
+
+    @property
+    def starts_ahead(self) -> bool:
+        """Whether there is ``start_ahead``: what the host has to know comes to it meanwhile."""
+        return False
+
+    def start_ahead(self, ids: Mapping[str, Jagged]) -> StartedLookup:
+        """Start a call of a step that is yet to come; it is counted when it is looked up.
+
+        Args:
+            ids: as for ``start``.
+
+        Returns:
+            what ``read_ahead`` and ``forward`` take.
+
+        Raises:
+            UnsupportedError: not where ``reads_ahead`` is true.
+        """
+        raise self._not_ahead("start_ahead")
+
+    def read_ahead(self, started: StartedLookup) -> None:
+        """Read the rows of a started call before ``forward`` does, on the current stream.
+
+        They have to be what ``forward`` would find: call it once rows have moved.
+
+        Args:
+            started: from ``start_ahead``.
+
+        Raises:
+            UnsupportedError: not where ``reads_ahead`` is true.
+        """
+        raise self._not_ahead("read_ahead")
+
+    def _not_ahead(self, call: str) -> UnsupportedError:
+        return UnsupportedError(
+            refusal(
+                "tables",
+                call,
+                must="be called where reads_ahead is true",
+                got=f"{type(self).__name__} on {self.world.size} ranks",
+                fix="look rows up in the forward pass",
+            )
+        )
 
     @overload
     def apply(self) -> None: ...

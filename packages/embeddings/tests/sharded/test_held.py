@@ -11,7 +11,7 @@ from gem_embeddings.engine import Exchanged, Update, build_tables
 from gem_embeddings.planning.layout import place_tables
 from gem_embeddings.sharded.engine import TorchTables
 from gem_jagged.batch import Jagged
-from gem_opkit.errors import ConfigError
+from gem_opkit.errors import ConfigError, DataError, UnsupportedError
 from gem_parallel.launch import World
 from gem_parallel.testing import run_ranks
 
@@ -281,3 +281,51 @@ def test_calls_that_do_not_fit_the_setting_are_refused() -> None:
         given: Any = {name: value}
         with pytest.raises(ConfigError, match=f"{name} must be .* or .*; got '{value}'"):
             build_tables(SPECS, (), plan, RULE, World(), **given)
+
+
+def given_to(draw: int) -> tuple[dict[str, Jagged], Tensor]:
+    ids, factors_BE = examples_of(draw)
+    given = {
+        name: Jagged.from_list([torch.tensor(one, dtype=torch.int64) for one in of])
+        for name, of in ids.items()
+    }
+    return given, factors_BE
+
+
+def test_rows_read_ahead_are_those_that_forward_finds() -> None:
+    """Bit for bit, and nothing is counted before it is looked up."""
+    plain, ahead = (engine_of(World(), single_pass=True) for _ in range(2))
+    batches = [given_to(draw) for draw in range(4)]
+    assert ahead.reads_ahead
+    coming = ahead.start_ahead(batches[0][0])
+    for step, (ids, factors_BE) in enumerate(batches):
+        one, other = plain(ids), ahead(coming)
+        assert ahead.counters() == plain.counters()
+        for found in (one, other):
+            sum((vectors * factors_BE).sum() for vectors in found.values()).backward()
+        plain.apply()
+        if step + 1 < len(batches):
+            coming = ahead.start_ahead(batches[step + 1][0])
+        ahead.apply()
+        ahead.read_ahead(coming)
+        for name in one:
+            assert torch.equal(one[name], other[name])
+    assert torch.equal(weights_of(plain), weights_of(ahead))
+    # Rows moved between two lookups; read earlier, they would have been others.
+    assert not torch.equal(weights_of(plain), weights_of(engine_of(World())))
+    # A bad id is refused when it is looked up, not when it is started.
+    bad = dict(batches[0][0], big=Jagged.from_list([torch.tensor([ROWS])] * EXAMPLES))
+    counts, coming = ahead.counters(), ahead.start_ahead(bad)
+    ahead.read_ahead(coming)
+    with pytest.raises(DataError, match=str(ROWS)):
+        ahead(coming)
+    assert ahead.counters() == counts
+
+
+def test_engines_that_cannot_read_ahead_say_so() -> None:
+    engine = engine_of(World())
+    coming = engine.start(given_to(0)[0])
+    with pytest.raises(UnsupportedError, match="read_ahead must be called where"):
+        engine.read_ahead(coming)
+    with pytest.raises(UnsupportedError, match="start_ahead must be called where"):
+        engine.start_ahead(given_to(0)[0])

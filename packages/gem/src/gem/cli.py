@@ -571,7 +571,8 @@ def bench_step_of(  # noqa: PLR0913 - each is an option of the command
             "--endure",
             metavar="N",
             min=0,
-            help="With --check: N steps more with the kernels, whose losses have to be finite.",
+            help="With --check: N steps more with the kernels, whose losses have to be finite; "
+            "by itself: N steps of that alone, in place of timing.",
         ),
     ] = 0,
     out: Annotated[
@@ -585,6 +586,14 @@ def bench_step_of(  # noqa: PLR0913 - each is an option of the command
         typer.Option(metavar="DIR", help="Folder of results that a row is added to."),
     ] = None,
     *,
+    device_batches: Annotated[
+        bool,
+        typer.Option(
+            "--device-batches",
+            help="Time steps on batches that lie on the device; else each is copied there from "
+            "page-locked host memory while the step before it runs.",
+        ),
+    ] = False,
     as_json: _Json = False,
 ) -> None:
     """Time the training step of a recipe, and say where its time, FLOPs and memory go.
@@ -595,7 +604,15 @@ def bench_step_of(  # noqa: PLR0913 - each is an option of the command
 
     torchrun --nproc-per-node N -m gem bench step RECIPE --plan shard=N
     """
-    from gem.bench.command import asked_for, bench_check, bench_step, check_text, refuse_mixed
+    from gem.bench.command import (
+        asked_for,
+        bench_check,
+        bench_endure,
+        bench_step,
+        check_text,
+        endured_text,
+        refuse_mixed,
+    )
     from gem.bench.page import as_text
 
     refuse_mixed(check, endure=endure, out=out, svg=svg)
@@ -604,10 +621,11 @@ def bench_step_of(  # noqa: PLR0913 - each is an option of the command
         settings=settings or (),
         plan=plan_axes or (),
         examples=examples,
-        steps=steps if check is None else check,
+        steps=check or endure or steps,
         warmup=warmup,
         profiled=profiled,
         impl=impl,
+        batches="device" if device_batches else "host",
     )
     console = _console(as_json=True)
 
@@ -621,6 +639,13 @@ def bench_step_of(  # noqa: PLR0913 - each is an option of the command
         else:
             typer.echo(check_text(compared), nl=False)
         raise typer.Exit(0 if compared.agrees else 1)
+    if endure:
+        endured = bench_endure(asked, rows=rows, told=told)
+        if as_json:
+            _print_json(endured.model_dump(mode="json"))
+        else:
+            typer.echo(endured_text(endured), nl=False)
+        raise typer.Exit(0 if endured.finite else 1)
     report = bench_step(asked, out=out, svg=svg, rows=rows, told=told)
     if report is None:
         return
@@ -628,6 +653,81 @@ def bench_step_of(  # noqa: PLR0913 - each is an option of the command
         _print_json(report.model_dump(mode="json"))
     else:
         typer.echo(as_text(report), nl=False)
+
+
+@bench_app.command(name="ablation", cls=Command)
+def bench_ablation_of(  # noqa: PLR0913 - each is an option of the command
+    recipe: _Recipe,
+    settings: _Set = None,
+    seeds: Annotated[str, typer.Option(metavar="N,N", help="Seeds of every variant.")] = "1,2,3",
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--only", metavar="NAME", help="Variant or element to train; may be repeated."
+        ),
+    ] = None,
+    variants: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="TOML file of variants in place of the built-in ones."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder of the runs; default runs/ablation/<recipe>."),
+    ] = None,
+    rows: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder of results that rows are added to."),
+    ] = None,
+    jobs: Annotated[
+        int, typer.Option(metavar="N", min=1, max=256, help="Runs at the same time.")
+    ] = 1,
+    *,
+    finished: Annotated[
+        bool, typer.Option("--finished", metavar="", help="Compare what is trained already.")
+    ] = False,
+    listed: Annotated[
+        bool, typer.Option("--list", metavar="", help="Show the variants; train nothing.")
+    ] = False,
+    as_json: _Json = False,
+) -> None:
+    """Train a recipe without each of its elements, and published models, and compare them.
+
+    One table: NE, AUC, FLOPs an example, examples/s, and the difference of NE to the recipe on the
+    same test rows with its 95 % interval (paired bootstrap). Finished runs are kept: the command
+    goes on where it ended. Speed is measured beside as many runs as --jobs says.
+    """
+    from gem.bench.variants import chosen, read_variants, variants_of
+    from gem.config import load_recipe
+
+    config = load_recipe(recipe, settings or ())
+    known = variants_of(config) if variants is None else read_variants(variants)
+    picked = chosen(known, only or ())
+    if listed:
+        for variant in picked:
+            typer.echo(f"{variant.name}: {', '.join(variant.settings) or 'as the recipe is'}")
+        return
+    from gem.bench.ablation import (
+        Ablation,
+        compared,
+        run_ablation,
+        seeds_of,
+        table,
+        write_ablation,
+    )
+
+    folder = out if out is not None else Path("runs") / "ablation" / config.name
+    console = _console(as_json=True)
+    asked = Ablation(
+        recipe, tuple(picked), tuple(settings or ()), seeds_of(seeds), folder, jobs=jobs
+    )
+    with _terminated_cleanly():
+        make = compared if finished else run_ablation
+        found = make(asked, lambda line: _say(console, line))
+    write_ablation(found, folder, rows)
+    if as_json:
+        _print_json({"rows": found})
+    else:
+        typer.echo(table(found), nl=False)
 
 
 @app.command(cls=Command)
@@ -661,6 +761,50 @@ def memory(
         _print_json(answer_json(answer))
     else:
         typer.echo(answer_text(answer), nl=False)
+
+
+@app.command(cls=Command)
+def scaling(
+    asked: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE|LADDER",
+            help="A recipe, a ladder file, or the shipped ladder planted.",
+        ),
+    ],
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Folder of the results; rungs in it are kept.")
+    ],
+    device: Annotated[
+        str, typer.Option(metavar="DEVICE", help="auto, cpu or cuda; planted ladders alone.")
+    ] = "auto",
+    jobs: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Rungs that are trained at once.")
+    ] = 1,
+    *,
+    as_json: _Json = False,
+) -> None:
+    """Train a ladder of models and show how NE falls with their FLOPs.
+
+    A ladder file names models that grow in one direction, or in all together, and what they are
+    trained on. Of a planted world a law is fitted, and the last rung is predicted, in writing,
+    before it is run. Of a recipe, parts of its own sizes are trained on its own data and reported.
+    Called again with the same folder, what is there is not run again.
+    """
+    from gem.scaling.ladder import climb
+    from gem.scaling.picture import law_words
+    from gem.scaling.read import read_ladder
+
+    def tell(line: str) -> None:
+        typer.echo(line, err=as_json)
+
+    found = climb(read_ladder(asked), out, device=device, jobs=jobs, told=tell)
+    if as_json:
+        _print_json(found)
+        return
+    for line in law_words(found):
+        typer.echo(line)
+    typer.echo(f"{out / 'report.html'} and {out / 'scaling.svg'} show it")
 
 
 @app.command(cls=Command)

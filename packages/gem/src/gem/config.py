@@ -18,6 +18,7 @@ from pydantic import Field, ValidationError, model_validator
 from gem.contract_faults import explain, explain_size
 from gem.data.features import DataSpec
 from gem.data.toml_text import toml_text
+from gem.model.model_presets import PRESET_KEY, preset_keys
 from gem.model.spec import GemSpec, ModelSpec
 from gem.train.spec import MemorySpec, ParallelSpec, TrainSpec
 from gem_opkit.contract import Contract
@@ -192,9 +193,12 @@ def load_recipe(
     Args:
         recipe: name of a shipped recipe, or path of a TOML file. Its key ``base`` may name
             another recipe (a path begins at the file's folder), whose keys it is laid over:
-            tables are joined, all else is replaced, and so is a table of another ``kind``.
+            tables are joined, all else is replaced, and so is a table of another ``kind``. Its key
+            ``model.preset`` names a published model, whose keys lie between those of the base and
+            the recipe's own.
         overrides: texts ``a.b=value`` that replace single keys; the value is TOML, and a value
-            that is not TOML is taken as a text, so that paths need no quotes.
+            that is not TOML is taken as a text, so that paths need no quotes. ``model.preset``
+            is laid over the recipe, whatever its place; all other keys over that.
         seed: replaces the recipe's seed.
 
     Returns:
@@ -276,8 +280,13 @@ def parse_recipe(
     """
     raw = _raw_recipe(text, origin, beside, depth=0)
     raw.setdefault("name", name)
-    for override in overrides:
+    presets = [text for text in overrides if _is_preset(text)]
+    for override in presets:
         _override(raw, override)
+        raw["model"] = _with_preset(raw["model"], "gem --set", over=True)
+    for override in overrides:
+        if override not in presets:
+            _override(raw, override)
     if seed is not None:
         raw["seed"] = seed
     if fault := explain_size(raw):
@@ -317,6 +326,8 @@ def _raw_recipe(text: str, origin: str, beside: Path, *, depth: int) -> dict[str
     # Broken TOML is a ValueError, as is a number of thousands of digits; arrays may nest too deep.
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{origin}: file must be TOML; got {error}; mend that line") from None
+    if isinstance(raw.get("model"), dict):
+        raw["model"] = _with_preset(raw["model"], origin, over=False)
     base = raw.pop("base", None)
     if base is None:
         return raw
@@ -334,6 +345,20 @@ def _raw_recipe(text: str, origin: str, beside: Path, *, depth: int) -> dict[str
     under = _raw_recipe(below, place, folder, depth=depth + 1)
     under.pop("name", None)
     return _laid_over(under, raw)
+
+
+def _is_preset(override: str) -> bool:
+    return override.partition("=")[0].replace(" ", "") == f"model.{PRESET_KEY}"
+
+
+def _with_preset(model: dict[str, Any], where: str, *, over: bool) -> dict[str, Any]:
+    """The keys of a model and of the preset that it names, if any; the preset's over or under."""
+    if PRESET_KEY not in model:
+        return model
+    own = {"model": {key: value for key, value in model.items() if key != PRESET_KEY}}
+    preset = {"model": preset_keys(model[PRESET_KEY], where)}
+    joined = _laid_over(own, preset) if over else _laid_over(preset, own)
+    return joined["model"]
 
 
 def _laid_over(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

@@ -8,10 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+import gem.bench.endure
 from gem.bench.check import CheckReport, check, compare, planted_batch, trajectory
-from gem.bench.command import check_text
+from gem.bench.command import check_text, endured_text
+from gem.bench.endure import endure
 from gem.bench.measure import Asked, recipe_of
-from gem.bench.rows import write_check
+from gem.bench.rows import write_check, write_endured
 from gem.planning.schema import declared_schema
 from gem_opkit.errors import UnsupportedError
 from gem_parallel.launch import World
@@ -80,6 +82,29 @@ def test_a_row_of_a_comparison(exact, tmp_path):
 def test_a_cpu_has_nothing_to_compare():
     with pytest.raises(UnsupportedError, match="--check must run in one process on a GPU"):
         check(ASKED, World())
+
+
+def test_a_long_run_stays_finite_or_says_where_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(gem.bench.endure, "_EVERY", 4)
+    asked, told = replace(ASKED, examples=16, steps=10), []
+    good = endure(asked, World(), told=told.append)
+    assert (good.finite, good.said, good.steps) == (True, "", 10)
+    assert [line.split(" in ")[0] for line in told] == ["model", "4 steps", "8 steps", "10 steps"]
+    write_endured(tmp_path, good)
+    (line,) = (tmp_path / "cpu" / "step_endure.jsonl").read_text().splitlines()
+    assert json.loads(line)["case"] == "synthetic-debug, 10 steps of 16"
+
+    def spoilt(config, schema, number):
+        batch = planted_batch(config, schema, number)
+        batch.numbers_BD[0] = float("nan") if number == 5 else 0.0
+        return batch
+
+    monkeypatch.setattr(gem.bench.endure, "planted_batch", spoilt)
+    bad = endure(asked, World())
+    # The losses are looked at together, so the steps behind it were taken.
+    assert (bad.finite, bad.said, bad.steps) == (False, "the loss of step 5 is nan", 8)
+    assert bad.loss_last is None
+    assert endured_text(bad).endswith("the loss of step 5 is nan\n")
 
 
 @pytest.mark.gpu

@@ -290,8 +290,14 @@ def test_the_command_prints_one_document_and_draws(gem_command):
         (("--check", 3), "--check must run in one process on a GPU; got 1 ranks on cpu"),
         (("--plan", "shard=2"), "must be the world size 1; got 1 * 2 * 1 = 2"),
         (("--plan", "shard"), "--plan must look like shard=2; got 'shard'"),
-        (("--endure", 3), "--endure must come with --check; got 3"),
-        (("--check", 3, "--out", "x.json"), "--out must come without --check; got x.json"),
+        (
+            ("--endure", 3, "--svg", "x.svg"),
+            "--svg must come without --check and --endure; got x.svg",
+        ),
+        (
+            ("--check", 3, "--out", "x.json"),
+            "--out must come without --check and --endure; got x.json",
+        ),
         # Refused before anything is measured, so that nothing that was measured is lost.
         (("--out", "."), "must be a file, not a folder"),
         (("--svg", "/proc/none/x.svg"), "/proc/none must exist"),

@@ -1,6 +1,7 @@
 import shutil
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from pydantic import ValidationError
 
@@ -274,3 +275,38 @@ def test_uniform_histories_and_inputs_without_a_signal(tmp_path):
         columns(tmp_path / "data", *names), columns(tmp_path / "zipf", *names), strict=True
     ):
         assert np.array_equal(ours, theirs)
+
+
+def test_vectors_of_items_tell_their_category_and_change_nothing_else(tmp_path):
+    options = SMALL.model_copy(update={"content_width": 6})
+    prepare("synthetic", tmp_path / "with", options=options)
+    prepare("synthetic", tmp_path / "without", options=SMALL)
+    read = {n: pq.read_table(tmp_path / n / "entities" / "item") for n in ("with", "without")}
+    names = [f"content_{place:02d}" for place in range(6)]
+    assert set(read["with"].column_names) - set(read["without"].column_names) == set(names)
+    vectors = np.stack([read["with"].column(name).to_numpy() for name in names], axis=1)
+    category = read["with"].column("category").to_numpy(zero_copy_only=False)
+    known = ~np.isnan(category.astype(float))
+    # Items of a category lie nearer to its own mean than to that of the others.
+    own, groups = category[known].astype(int), np.unique(category[known].astype(int))
+    means = np.stack([vectors[known][own == group].mean(0) for group in groups])
+    nearest = groups[((vectors[known][:, None] - means) ** 2).sum(-1).argmin(1)]
+    assert (nearest == own).mean() > 0.9
+    examples = [pq.read_table(tmp_path / name / "examples") for name in ("with", "without")]
+    assert examples[0].equals(examples[1])
+
+
+def test_an_event_carries_the_vector_of_its_item(tmp_path):
+    options = SMALL.model_copy(update={"content_width": 2})
+    prepare("synthetic", tmp_path / "data", options=options)
+    fields = ("item_id", "content_00", "content_01")
+    data = DataSpec(dataset="synthetic", streams={"clicks": {"max_events": 5, "fields": fields}})
+    reader = open_reader(tmp_path / "data", data, batch_size=200)
+    items = pq.read_table(tmp_path / "data" / "entities" / "item")
+    vectors = np.stack([items.column(name).to_numpy() for name in fields[1:]], axis=1)
+    of = dict(zip(items.column("item_id").to_pylist(), vectors, strict=True))
+    clicks = next(iter(reader.batches("train"))).streams["clicks"]
+    assert reader.schema.streams[0].numbers == fields[1:]
+    want = np.stack([of[item] for item in clicks.ids["item_id"].values.tolist()])
+    np.testing.assert_allclose(clicks.numbers.values.numpy(), want, rtol=1e-6)
+    assert len(want) > 100

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from typer.testing import CliRunner
 
 from gem import faults
@@ -23,6 +24,7 @@ from gem_parallel.launch import World
 from gem_parallel.recompute.apply import recompute_by
 from gem_parallel.recompute.choose import choose, plan_by_hand, region_plan
 from gem_precision.contract import PrecisionRecipe
+from gem_precision.norms import has_kernel
 from gem_precision.ops import mx_dequantize, mx_quantize
 
 # The whole model of h200 on narrow layers, and few rows.
@@ -59,6 +61,10 @@ def learn(device, *settings, steps=2):
         told.append((scored.loss.item(), scored.grad_norm.item()))
     weights = {n: p.detach().clone() for n, p in step.model.named_parameters()}
     return told, weights, step, batch
+
+
+def packing_all(kept):
+    return f"memory.kept={kept}", "memory.pack_above_bytes=1"
 
 
 def counted(step, batch):
@@ -117,10 +123,9 @@ BOUNDS = {"fp8": (0.03, 0.08, 0.002), "fp4": (0.25, 0.6, 0.01)}
 
 
 @pytest.mark.parametrize("kept", ["fp8", "fp4"])
-def test_packed_activations_bound_the_error_of_every_gradient(kept, monkeypatch):
-    monkeypatch.setattr("gem.memory.limit.PACK_ABOVE_BYTES", 1)
+def test_packed_activations_bound_the_error_of_every_gradient(kept):
     exact, exact_batch = step_of(CPU, "precision.default=fp32")
-    step, batch = step_of(CPU, "precision.default=fp32", f"memory.kept={kept}")
+    step, batch = step_of(CPU, "precision.default=fp32", *packing_all(kept))
     for each in (exact, step):
         torch.manual_seed(5)
         with torch.no_grad():  # heads begin with zeros, and no gradient passes them
@@ -312,6 +317,33 @@ def test_on_a_gpu_a_budget_holds_too(tiny):
         budget = choose(profile, None).least_bytes * 1.02 / 2**30
     # Sums of atomic additions differ in their last bits.
     assert told[0] == pytest.approx(told[1], rel=1e-3)
+
+
+def test_a_run_in_name_takes_the_operators_of_a_gpu():
+    """A budget is spent on what a GPU keeps: a norm in plain torch keeps other tensors."""
+    with FakeTensorMode():
+        here, there = (torch.empty(4, 64, device=device) for device in ("cpu", "cuda"))
+    assert has_kernel(there)
+    assert not has_kernel(here)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kept", ["fp8", "fp4"])
+def test_on_a_gpu_packing_saves_two_fifths(kept):
+    """Streams as wide as those of h200: what the backward pass finds, beside what it would."""
+    device, draw = torch.device("cuda"), torch.Generator().manual_seed(0)
+    tables = (f"data.hash_rows.{table}=500" for table in TABLES)
+    config = load_recipe("h200", [f"memory.kept={kept}", "model.experts.mlp_widths=[256]", *tables])
+    schema = declared_schema(config)
+    lengths = {s.name: uniform_lengths(32, s.max_events, draw) for s in schema.streams}
+    batch = random_batch(schema, lengths, draw).to(device)
+    clock, world = StepClock(device), World(device=device)
+    step = build_step(config, schema, world, total_steps=8, clock=clock)
+    step.memory.prepare(step.model, batch, count_weights=step.working is None)
+    plan = step.memory.plan
+    found = counted(step, batch)
+    assert found == pytest.approx(plan.kept_bytes, rel=0.01)
+    assert found < 0.6 * plan.unchanged_bytes
 
 
 @pytest.mark.gpu

@@ -41,6 +41,23 @@ SPECS = [
     {**GEM, "heads": {"task_widths": [4, 3], "domain_outputs": False}},
     {**GEM, "numbers": {"trunk": False, "shortcut": False}},
     {**GEM, "leave_out": ["user", "age", "rate", "count", "clicks.action"]},
+    {
+        **GEM,
+        "layers": ["both", "transformer", "both"],
+        "stream": {"width": 8, "pooling": "pma", "full_layers": [0], "ffn_hidden": 5},
+    },
+    {
+        **GEM,
+        "layers": ["interaction", "interaction"],
+        "stream": {"width": 8, "ffn": "none", "pooling": "mean", "recent_tokens": 3, "layers": [0]},
+        "streams": {"clicks": {"summary_tokens": 1, "target_tokens": 0}},
+        "experts": {"count": 4, "kinds": ["cross", "dot", "mlp", "attention"], "mlp_widths": [8]},
+    },
+    {
+        **GEM,
+        "stream": {"width": 8, "target_attention": "din", "target_hidden": 6, "summary_tokens": 0},
+        "experts": {"count": 1, "kinds": ["cross"], "cross_layers": 3, "residual": False},
+    },
     DIN,
     {**DIN, "shortcut": True, "gap_buckets": 0, "leave_out": ["age", "clicks.action"]},
     {**DIN, "leave_out": ["age", "rate", "count", "views.item"]},
@@ -100,6 +117,52 @@ def test_parts_are_submodules_and_add_up():
         model.get_submodule(name)
     assert total_flops(parts.values()) == batch_flops(spec, SCHEMA, batch)
     assert all(part.forward > 0 for part in parts.values())
+
+
+def test_by_hand_on_a_tiny_model():
+    # One example, one feature token of width 4, three events: every product written out.
+    schema = SCHEMA.model_copy(
+        update={
+            "streams": SCHEMA.streams[1:],
+            "ids": SCHEMA.ids[1:2],
+            "numbers": (),
+            "labels": ("click",),
+            "domains": ("all",),
+        }
+    )
+    spec = read(
+        {
+            **{"kind": "gem", "width": 4, "layers": ["both"], "transformer_gate": False},
+            **{"summary_tokens": 1, "summary_hidden": 2, "embeddings": {"embedding_dim": 4}},
+            "stream": {
+                **{"width": 4, "heads": 1, "pattern": "window", "window_tokens": 1},
+                **{"pooling": "mean", "summary_tokens": 1, "target_tokens": 0, "gap_buckets": 0},
+            },
+            "experts": {
+                **{"count": 1, "kinds": ["dot"], "fm_tokens": 1, "linear_tokens": 1},
+                **{"mlp_widths": [3], "partition": "all", "residual": False},
+            },
+            "heads": {"trunk_widths": []},
+        }
+    )
+    parts = training_flops(spec, schema, examples=1, lengths={"views": [3]})
+    forward = {name: part.forward for name, part in parts.items()}
+    pairs = 2 + 3 + 2  # events next to each other, and each itself
+    attention = 2 * 3 * (4 * 12 + 4 * 4) + 2 * pairs * (4 + 4)
+    gdpa = 2 * 4 * 8 + 2 * 3 * (4 + 4)  # K and V of one summary token, three queries
+    mean = 3 * 4 + 4  # an addition a number of an event, a division a number of the mean
+    assert forward == {
+        "features": 0,
+        "events.stream_views": 2 * 3 * 4 * 4,
+        "layers.0.summary": 2 * 4 * 1 + 2 * (4 * 2 + 2 * 4),
+        "layers.0.streams.stream_views": attention + gdpa + mean,
+        # Two tokens: the item, and the mean of the events. All four products, the one pair's MLP.
+        "layers.0.experts": 2 * 2 * 2 * 4 + 2 * (1 * 3 + 3 * 8),
+        "heads": 2 * (3 * 4) * 1,
+        "shortcut": 0,
+    }
+    batch = random_batch({"views": [3]}, schema=schema)
+    assert batch_flops(spec, schema, batch) == counted(spec, schema, batch)
 
 
 def test_wide_window_counts_pairs_not_squares():

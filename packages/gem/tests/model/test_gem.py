@@ -125,6 +125,14 @@ def test_schema_without_some_kinds_of_input(fields):
         {"heads": {"task_widths": [4], "domain_outputs": False}},
         {"embeddings": {"embedding_dim": 16}, "token_norm": True},
         {"leave_out": ["user", "age", "clicks.action", "clicks.price"]},
+        {"layers": ["both", "both"], "transformer_gate": False},
+        {"layers": ["transformer", "both"]},
+        {"stream": {"ffn": "none", "pooling": "mean"}, "layers": ["interaction", "interaction"]},
+        {"stream": {"ffn": "none"}, "streams": {"clicks": {"ffn": "gdpa"}}},
+        {"stream": {"pooling": "pma", "recent_tokens": 2, "ffn_hidden": 6}},
+        {"stream": {"target_attention": "din", "summary_tokens": 0}},
+        {"experts": {"count": 4, "kinds": ["cross", "dot", "mlp", "attention"]}},
+        {"experts": {"count": 1, "kinds": ["dot"], "residual": False}},
     ],
     ids=str,
 )
@@ -271,6 +279,16 @@ def test_dropout_acts_in_training_only(changes):
         {"stream": {"rote_time_scale_s": 1e4}, "streams": {}},
         {"stream": {"gap_buckets": 3}, "streams": {}},
         {"stream": {"token_hidden": 8}, "streams": {}},
+        {"stream": {"ffn": "none"}, "streams": {}},
+        {"stream": {"pooling": "pma"}, "streams": {}},
+        {"stream": {"pooling": "mean"}, "streams": {}},
+        {"stream": {"recent_tokens": 1}, "streams": {}},
+        {"stream": {"ffn_hidden": 8}, "streams": {}},
+        {"stream": {"target_attention": "din"}, "streams": {}},
+        {"layers": ["interaction", "both", "interaction"]},
+        {"experts": {"count": 2, "kinds": ["cross"]}},
+        {"experts": {"count": 2, "kinds": ["wukong", "dot"]}},
+        {"experts": {"count": 2, "kinds": ["mlp", "attention"]}},
         {"experts": {"count": 3}},
         {"experts": {"partition": "contiguous"}},
         {"experts": {"partition": "all"}},
@@ -318,6 +336,15 @@ def test_left_out_inputs_do_not_reach_the_model():
     assert torch.equal(model(batch), model(other))
     with pytest.raises(ConfigError, match=r"leave_out must name inputs.*got uesr"):
         model_of({"leave_out": ["uesr"]})
+
+
+def test_a_star_leaves_out_all_inputs_that_it_fits():
+    named = model_of({"leave_out": ["age", "rate", "clicks.action", "clicks.price"]})
+    starred = model_of({"leave_out": ["*a*e", "clicks.*[ep]*"], "stream": {"gap_buckets": 8}})
+    assert starred.schema.numbers == ("count",)  # age and rate are gone, and so is no other
+    assert starred.schema.streams[0].numbers == named.schema.streams[0].numbers == ()
+    with pytest.raises(ConfigError, match=r"leave_out must name inputs.*got \*price"):
+        model_of({"leave_out": ["*price"]})  # fields of events are named with their stream
 
 
 def test_stream_without_layers_is_not_read():

@@ -6,8 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.func import functional_call
 
 from gem.model import interaction
+from gem.model.expert_gradients import inputs_beside, pair_products_beside
 from gem.model.interaction import (
     ExpertMixture,
     FactorisationBlock,
@@ -52,20 +54,75 @@ def test_factorisation_of_full_rank_sees_every_pair():
     torch.testing.assert_close(block(x_BND).flatten(1), want, rtol=1e-4, atol=1e-5)
 
 
-def test_products_by_way_of_all_pairs_are_the_same_with_their_gradients():
-    x = torch.randn(3, 5, 4, dtype=torch.float64, requires_grad=True)
-    shared = torch.randn(5, 2, dtype=torch.float64, requires_grad=True)
-    upstream = torch.randn(3, 5, 2, dtype=torch.float64)
-    y = shared.expand(3, -1, -1)
-    plain = torch.bmm(x, torch.bmm(x.transpose(1, 2), y))
-    own = interaction._PairProducts.apply(x, y)
-    torch.testing.assert_close(own, plain)
+def gradients_equal(own, plain, inputs, upstream):
     for got, expected in zip(
-        torch.autograd.grad(own, (x, shared), upstream),
-        torch.autograd.grad(plain, (x, shared), upstream),
+        torch.autograd.grad(own, inputs, upstream),
+        torch.autograd.grad(plain, inputs, upstream),
         strict=True,
     ):
         torch.testing.assert_close(got, expected)
+
+
+def wide(*shape):
+    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+
+def test_products_by_way_of_all_pairs_are_the_same_with_their_gradients():
+    x, shared, mix = wide(3, 5, 4), wide(5, 2), wide(3, 6, 5)
+    upstream = [torch.randn(shape, dtype=torch.float64) for shape in ((3, 5, 2), (3, 6, 4))]
+    y = shared.expand(3, -1, -1)
+
+    def plain():
+        return [torch.bmm(x, torch.bmm(x.transpose(1, 2), y)), torch.bmm(mix, x)]
+
+    own, passed_on = pair_products_beside(x, y)
+    torch.testing.assert_close(own, plain()[0])
+    gradients_equal([own, torch.bmm(mix, passed_on)], plain(), (x, shared, mix), upstream)
+    # Where the tokens are used for nothing else, or the products are not.
+    y = shared.expand(3, -1, -1)
+    gradients_equal(pair_products_beside(x, y)[0], plain()[0], (x, shared), upstream[0])
+    passed_on = pair_products_beside(x, y)[1]
+    gradients_equal(torch.bmm(mix, passed_on), plain()[1], (x, mix), upstream[1])
+
+
+@pytest.mark.parametrize("partition", ["interleaved", "contiguous"])
+@pytest.mark.parametrize("summaries", [0, 3])
+def test_what_experts_read_has_the_gradients_of_slices_and_joins(partition, summaries):
+    x, h = wide(2, 7, 4), wide(2, summaries, 4)
+    parts = expert_parts(7, ExpertsSpec(count=3, partition=partition))
+    plain = [torch.cat([x[:, part], h], dim=1) for part in parts] + [2 * x]
+    own, beside = inputs_beside(x, h, parts)
+    own.append(2 * beside)
+    assert all(torch.equal(one, other) for one, other in zip(own, plain, strict=True))
+    upstream = [torch.randn_like(each) for each in plain]
+    gradients_equal(own, plain, (x, h), upstream)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("partition", ["interleaved", "all"])
+def test_a_mixture_on_a_gpu_is_within_the_error_budget(partition, monkeypatch):
+    torch.manual_seed(0)
+    spec = ExpertsSpec(fm_tokens=2, linear_tokens=3, rank=4, mlp_widths=(64,), partition=partition)
+    layer = ExpertMixture(10, 4, width=64, spec=spec, activation="relu").cuda()
+    names = [name for name, _ in layer.named_parameters()]
+    given = [torch.randn(40, n, 64, device="cuda").bfloat16() for n in (10, 4)]
+    given += [parameter.detach().bfloat16() for parameter in layer.parameters()]
+    given = [tensor.requires_grad_() for tensor in given]
+
+    def formula(x, h, *weights):
+        return functional_call(layer, dict(zip(names, weights, strict=True)), (x, h))
+
+    def on_cpu(*tensors):
+        return formula(*(tensor.cpu() for tensor in tensors)).cuda()
+
+    def plain(*tensors):
+        with monkeypatch.context() as patched:
+            patched.setattr(interaction, "in_halves", lambda *tensors: False)
+            return formula(*tensors)
+
+    exact = run_with_gradients(on_cpu, fresh(given, dtype=torch.float64))
+    low = run_with_gradients(plain, fresh(given))
+    check_run_budget(run_with_gradients(formula, fresh(given)), low, exact)
 
 
 @pytest.mark.gpu
@@ -79,9 +136,12 @@ def test_pair_products_on_a_gpu_are_within_the_error_budget():
     def formula(x, y):
         return x @ (x.transpose(1, 2) @ y)
 
+    def one_of_both(x, y):
+        return interaction.pair_products(x, y)[0]
+
     exact = run_with_gradients(formula, fresh(given, dtype=torch.float64))
     low = run_with_gradients(formula, fresh(given))
-    check_run_budget(run_with_gradients(interaction.pair_products, fresh(given)), low, exact)
+    check_run_budget(run_with_gradients(one_of_both, fresh(given)), low, exact)
 
 
 @given(

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gem.model.sequence import (
+    StreamInteraction,
     StreamTransformer,
     _SpreadOverEvents,
     spread_over_events,
@@ -13,6 +14,7 @@ from gem.model.sequence import (
 )
 from gem.model.spec import StreamSpec
 from gem_jagged.batch import Layout
+from gem_opkit.errors import UnsupportedError
 
 LENGTHS = (3, 0, 40, 1)
 
@@ -26,6 +28,21 @@ def test_each_event_gets_the_row_of_its_history_and_gives_its_gradient_back():
     plain, summed = (torch.autograd.grad(run, rows, upstream)[0] for run in runs)
     torch.testing.assert_close(summed, plain)
     assert torch.equal(summed[1], torch.zeros(6, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("impl", ["triton", "reference", "auto"])
+def test_a_stream_says_who_computes_its_gdpa(impl, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    layer = StreamInteraction(StreamSpec(width=8, heads=2, gdpa_impl=impl), 8, 40)
+    context = torch.randn(4, 3, 8)
+    layout = Layout.from_lengths(LENGTHS)
+    if impl == "triton":
+        with pytest.raises(UnsupportedError, match="GdpaPffn"):
+            layer(torch.randn(44, 8), layout, context, torch.randn(4, 8))
+        return
+    x, summary = layer(torch.randn(44, 8), layout, context, torch.randn(4, 8))
+    assert x.shape == (44, 8)
+    assert torch.isfinite(summary).all()
 
 
 @pytest.mark.gpu

@@ -175,6 +175,26 @@ def test_plan_of_the_comparison_model_is_refused():
         work_of(config)
 
 
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("model.stream.ffn=none", r"model\.stream\.ffn must be 'gdpa'.*got 'none'"),
+        ("model.stream.pooling=pma", r"model\.stream\.pooling must be 'hsp'"),
+        ("model.stream.recent_tokens=1", r"model\.stream\.recent_tokens must be 0"),
+        ("model.stream.ffn_hidden=4", r"model\.stream\.ffn_hidden must be 0"),
+        ("model.stream.target_attention=din", r"model\.stream\.target_attention must be"),
+        (
+            'model.layers=["interaction", "both", "both", "interaction"]',
+            r"model\.layers must be 'interaction'",
+        ),
+        ('model.experts.kinds=["dot"]', r"model\.experts\.kinds must be 'wukong'"),
+    ],
+)
+def test_parts_of_other_models_are_not_planned(setting, message):
+    with pytest.raises(UnsupportedError, match=message):
+        work_of(small(setting))
+
+
 def test_formats_that_are_not_counted_are_refused():
     with pytest.raises(UnsupportedError, match=r"precision must be one of fp32, bf16_autocast"):
         work_of(small('precision.default="mxfp8"'))

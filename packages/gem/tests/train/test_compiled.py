@@ -4,18 +4,24 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from gem.config import load_recipe
 from gem.data.prepare import default_folder, prepare
 from gem.data.reader import open_reader
+from gem.dry_run.build import build_step
+from gem.dry_run.inputs import random_batch, uniform_lengths
 from gem.model.build import build_model
+from gem.planning.schema import declared_schema
 from gem.train.clock import StepClock
 from gem.train.compiled import compile_regions, regions
 from gem.train.step import TrainStep
+from gem_opkit.budget import check_budget
 from gem_opkit.errors import UnsupportedError
 from gem_parallel.contract import ParallelPlan
 from gem_parallel.launch import World
 
 SMALL = ("model.dropout=0.0", "data.max_rows=64", 'model.layers=["interaction"]')
 SIZES = (32, 27, 19)
+STEPS = 20
 
 
 def losses_of(config, folder):
@@ -57,3 +63,34 @@ def test_sharded_plans_are_refused(tiny, data_root):
     model = build_model(config.model, reader.schema)
     with pytest.raises(UnsupportedError, match=r"train\.compile must be"):
         compile_regions(model, ParallelPlan(shard=2, table_replicate=2), "aot_eager")
+
+
+def losses_on_a_gpu(*settings):
+    """Losses of steps with other lengths each, and of an evaluation behind them."""
+    config = load_recipe("synthetic-debug", ["train.device=cuda", *settings])
+    schema, world = declared_schema(config), World(device=torch.device("cuda"))
+    step = build_step(config, schema, world, total_steps=STEPS, clock=StepClock(world.device))
+    draw, losses = torch.Generator().manual_seed(2), []
+    for number in range(STEPS):
+        lengths = {s.name: uniform_lengths(32, s.max_events, draw) for s in schema.streams}
+        batch = random_batch(schema, lengths, draw).to(world.device)
+        losses.append(step(batch, number).loss)
+    step.model.eval()
+    with torch.no_grad(), step.precision():
+        losses.append(step.model(batch).float().square().mean())
+    return torch.stack(losses).double().cpu(), step
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_lengths_make_no_graph_anew_and_losses_stay_within_the_budget():
+    exact, _ = losses_on_a_gpu("precision.default=fp32")
+    plain, _ = losses_on_a_gpu("precision.default=bf16_autocast")
+    torch._dynamo.reset()
+    counters.clear()
+    compiled, step = losses_on_a_gpu("precision.default=bf16_autocast", 'train.compile="aot_eager"')
+    assert step.working is not None
+    assert not counters["graph_break"]
+    # Once for training and once for the evaluation, whatever the lengths.
+    names = regions(step.model)
+    assert len(names) <= counters["stats"]["unique_graphs"] <= 2 * len(names)
+    check_budget(compiled, plain, exact, what="losses", band_dtype=torch.bfloat16)

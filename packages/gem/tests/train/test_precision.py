@@ -1,5 +1,8 @@
 """A run whose linear layers multiply in 8 bits: it trains, says so, and refuses odd patterns."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -10,6 +13,8 @@ from gem.train.clock import StepClock
 from gem.train.step import TrainStep
 from gem_opkit.errors import ConfigError
 from gem_parallel.launch import World
+from gem_precision.contract import PrecisionRecipe
+from gem_precision.guard import guard_recipe
 from gem_precision.layers import Projection
 
 SMALL = ("model.dropout=0.0", "data.max_rows=64", 'model.layers=["interaction", "interaction"]')
@@ -64,3 +69,36 @@ def test_a_rule_that_fits_nothing_names_the_nearest_modules(tiny, data_root):
 def test_a_recipe_of_8_bits_cannot_have_its_rest_in_fp32(tiny):
     with pytest.raises(ConfigError, match='default must be "bf16_autocast"'):
         tiny('precision.recipe="fp8_block"', 'precision.default="fp32"')
+
+
+def test_a_planted_outlier_in_a_recipes_model_is_found(tiny, data_root):
+    """As `precision_guard.py --plant` plants it: one channel x 1,000, its weights as much less."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+    from precision_guard import plant
+
+    _, step = steps_of(tiny(*SMALL, 'precision.default="bf16_autocast"'), data_root, count=0)
+    folder = default_folder(tiny(*SMALL).data, data_root)
+    reader = open_reader(folder, tiny(*SMALL).data, batch_size=16)
+    batch = next(iter(reader.batches("train")))
+    name = "layers.0.streams.stream_clicks.pool.pool.kv"
+    with torch.no_grad():
+        before = step.model(batch)
+        plant(step.model, name)
+        torch.testing.assert_close(step.model(batch), before, rtol=1e-4, atol=1e-5)
+
+    def judged(*left_out):
+        return guard_recipe(
+            step.model,
+            PrecisionRecipe(
+                recipe="fp8_block", least_width=0, bf16_escapes=("heads", "layers.1", *left_out)
+            ),
+            [batch],
+            score=lambda model, b: (model(b)[:, 0], b.labels_BA[:, 0], b.weights_B),
+            device=torch.device("cpu"),
+        )
+
+    found = judged()
+    assert name in found.take_out()
+    faults = {layer.name: layer.faults for layer in found.layers}
+    assert faults[name][0].startswith("one channel of its input is ")
+    assert name not in judged(name).take_out()

@@ -57,7 +57,7 @@ def all_reduce_sum(value: Tensor, world: World) -> Tensor:
     Returns:
         ``value``, which now holds the sum.
     """
-    if world.size > 1:
+    if world.grouped:
         dist.all_reduce(value, op=dist.ReduceOp.SUM)
     return value
 

@@ -8,7 +8,8 @@ The three axes of a plan and what each does to parameters and gradients:
 
 Whatever the mesh, after a backward pass each parameter holds the mean over all ranks of the world
 of the ranks' gradients, as with DistributedDataParallel. A plan that neither shards nor spreads
-experts is DistributedDataParallel.
+experts is DistributedDataParallel, unless forward passes read something else in the place of
+parameters, of which that knows nothing.
 """
 
 import difflib
@@ -26,6 +27,7 @@ from gem_opkit.errors import ConfigError, refusal
 from gem_parallel.collectives import broadcast_tensors
 from gem_parallel.contract import ParallelPlan
 from gem_parallel.launch import World
+from gem_parallel.sharding.copies import CopiedGradients, StandIns
 from gem_parallel.sharding.experts import check_experts
 from gem_parallel.sharding.parameters import Sharding, shard
 from gem_parallel.sharding.replicate import data_parallel as data_parallel
@@ -47,8 +49,15 @@ class DenseParallel:
         module: nn.Module,
         parameters: dict[str, nn.Parameter],
         sharding: Sharding | None = None,
+        copies: CopiedGradients | None = None,
     ) -> None:
         self.module, self.parameters, self._sharding = module, parameters, sharding
+        self._copies = copies if sharding is None else sharding.copies
+
+    @property
+    def whole(self) -> bool:
+        """Whether every rank holds all gradients whole, so that their norms are the model's."""
+        return self._sharding is None
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -72,14 +81,33 @@ class DenseParallel:
     def _merge(self, *, merge: bool) -> None:
         if isinstance(self.module, FSDPModule):
             self.module.set_requires_gradient_sync(merge)
-        if self._sharding is not None:
-            self._sharding.copies.enabled = merge
+        if self._copies is not None:
+            self._copies.enabled = merge
 
     @torch.no_grad()
-    def grad_norm(self) -> Tensor:
+    def norms(self) -> list[Tensor]:
+        """The L2 norm of each gradient that this rank holds, for `grad_norm` and other readers.
+
+        Returns:
+            fp32 scalars in the order of `local_gradients`, which are read once.
+        """
+        gradients = self.local_gradients()
+        found: dict[int, Tensor] = {}
+        # A list of one dtype is few launches.
+        for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
+            places = [i for i, gradient in enumerate(gradients) if gradient.dtype == dtype]
+            norms = torch._foreach_norm([gradients[i] for i in places], 2.0, dtype=torch.float32)
+            found |= dict(zip(places, norms, strict=True))
+        return [found[place] for place in range(len(gradients))]
+
+    @torch.no_grad()
+    def grad_norm(self, norms: Sequence[Tensor] | None = None) -> Tensor:
         """The L2 norm of all dense gradients together, as one process would see it.
 
         Every rank has to call it.
+
+        Args:
+            norms: from `norms`, of the same gradients; None reads them again.
 
         Returns:
             scalar of the parameters' dtype on the world's device, the same on every rank; no host
@@ -88,23 +116,31 @@ class DenseParallel:
         Numerics: squares of the norms of single tensors are added in float64.
         """
         if self._sharding is None:
+            if norms:
+                return torch.linalg.vector_norm(torch.stack(list(norms)))
             return nn.utils.get_total_norm(self.local_gradients())
         # Each gradient is counted by one rank of a replica: copies by its first rank, copies of an
         # expert by the first that keeps them.
         first = self._sharding.meshes
-        counted: list[Tensor] = []
+        counted: list[int] = []
+        place = 0
         for name, parameter in self.parameters.items():
             if parameter.grad is None:
                 continue
             copy = not isinstance(parameter, DTensor)
             keeper = first.shard_rank if name in self._sharding.of_experts else first.inner.rank()
             if not copy or keeper == 0:
-                counted.append(_local(parameter.grad))
+                counted.append(place)
+            place += 1
         any_of_them = next(iter(self.parameters.values()))
         squares = torch.zeros((), dtype=torch.float64, device=any_of_them.device)
         if counted:
-            norms = torch.stack(list(torch._foreach_norm(counted)))
-            squares = norms.double().square().sum()
+            if norms is None:
+                gradients = self.local_gradients()
+                norms = torch._foreach_norm([gradients[i] for i in counted])
+            else:
+                norms = [norms[i] for i in counted]
+            squares = torch.stack(list(norms)).double().square().sum()
         dist.all_reduce(squares, group=first.inner)
         return squares.sqrt().to(any_of_them.dtype)
 
@@ -207,6 +243,7 @@ def parallelise(
     units: Sequence[str],
     experts: Sequence[str] = (),
     ignored: Collection[nn.Parameter] = (),
+    stand_ins: StandIns | None = None,
 ) -> DenseParallel:
     """Spread the dense part of a model over the ranks of a plan.
 
@@ -222,6 +259,9 @@ def parallelise(
         experts: qualified names of the modules that hold a list ``experts`` and a replaceable
             ``run(experts, parts)``, the sum over experts of each expert's output.
         ignored: parameters whose gradients the caller merges (embedding tables).
+        stand_ins: called with the parameters that stay whole on this rank, by name; tells for some
+            of them which leaf tensor the caller's forward passes read in their place. Gradients
+            come from these. It is not called where there is no group of ranks.
 
     Returns:
         The model to train.
@@ -235,12 +275,27 @@ def parallelise(
     _check_names(module, units=units, experts=experts)
     check_experts(module, experts, plan)
     skipped = set(ignored)
-    if plan.shard == plan.expert == 1:
+    if plan.shard == plan.expert == 1 and world.way in (None, "replicate"):
         own = {n: p for n, p in module.named_parameters() if p not in skipped}
-        wrapped = module if world.size == 1 else replicate(module, world, ignored=ignored)
-        return DenseParallel(wrapped, own)
+        if not world.grouped:
+            return DenseParallel(module, own)
+        read = {} if stand_ins is None else stand_ins(own)
+        if not read:
+            return DenseParallel(replicate(module, world, ignored=ignored), own)
+        broadcast_tensors([*module.parameters(), *module.buffers()], world)
+        copies = CopiedGradients([(own, dist.group.WORLD)], divisor=world.size, stand_ins=read)
+        module.register_forward_pre_hook(copies.forget)
+        return DenseParallel(module, own, copies=copies)
     broadcast_tensors([*module.parameters(), *module.buffers()], world)
-    sharding = shard(module, plan, world, units=units, experts=experts, ignored=skipped)
+    sharding = shard(
+        module,
+        plan,
+        world,
+        units=units,
+        experts=experts,
+        ignored=skipped,
+        stand_ins=stand_ins,
+    )
     return DenseParallel(module, sharding.parameters, sharding)
 
 

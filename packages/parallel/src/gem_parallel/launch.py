@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from gem_opkit.errors import ConfigError
+from gem_parallel.contract import DenseAxis
 from gem_parallel.meeting import store_of_this_start
 from gem_parallel.watch import watched
 
@@ -42,16 +43,25 @@ class World:
         rank: number of this rank, 0 <= rank < size.
         size: number of ranks; 1 means that no process group exists and none is needed.
         device: device of this rank.
+        way: axis of the dense plan whose way a single rank goes, with a process group of its own,
+            though nothing has to be cut or sent: for tests and measurements of what several ranks
+            cost beside communication (`gem_parallel.testing.one_rank_group`). None otherwise.
     """
 
     rank: int = 0
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    way: DenseAxis | None = None
 
     @property
     def is_first(self) -> bool:
         """True on the rank that writes files and prints."""
         return self.rank == 0
+
+    @property
+    def grouped(self) -> bool:
+        """Whether there is a process group: with several ranks, or one that goes their way."""
+        return self.size > 1 or self.way is not None
 
 
 @contextmanager

@@ -31,7 +31,7 @@ def plan_mesh(plan: ParallelPlan, world: World, view: Literal["dense", "sparse"]
             f"plan_mesh: view must be dense or sparse; got {view!r}; choose one of them"
         )
     plan.check_world(world.size)
-    if world.size == 1:
+    if not world.grouped:
         raise ConfigError(
             "plan_mesh: world must hold several ranks; got 1; a single rank needs no mesh"
         )
@@ -69,7 +69,7 @@ def dense_meshes(plan: ParallelPlan, world: World) -> DenseMeshes:
     """Build what dense parameters need of a plan that shards or spreads experts.
 
     Args:
-        plan: shard * expert is above 1.
+        plan: shard * expert is above 1, unless a single rank goes that way.
         world: the ranks.
 
     Returns:
@@ -86,7 +86,7 @@ def dense_meshes(plan: ParallelPlan, world: World) -> DenseMeshes:
     common = common[axes] if plan.replicate > 1 else common[axes[1]]
     inner = common.get_group("shard_expert")
     copies = _group(list(range(world.size)), "world")
-    if plan.expert == 1:
+    if plan.expert == 1 and world.way != "expert":
         return DenseMeshes(common, common, None, None, copies, inner, inner.rank())
     dense = plan_mesh(plan, world, "dense")
     copies_axis = "replicate" if plan.shard == 1 else "replicate_shard"

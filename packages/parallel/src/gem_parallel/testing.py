@@ -15,7 +15,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from gem_opkit.errors import DataError
+from gem_parallel.contract import DenseAxis
 from gem_parallel.launch import World
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -87,6 +89,31 @@ def run_ranks(
     if missing:
         raise TimeoutError(f"no result from ranks {missing}: dead, or silent for {timeout_s:.0f} s")
     return [pickle.loads(answers[rank][1]) for rank in range(world_size)]
+
+
+@contextmanager
+def one_rank_group(
+    way: DenseAxis, device: torch.device | None = None, *, backend: str | None = None
+) -> Iterator[World]:
+    """Let this process go the way of several ranks by itself, for the length of a ``with`` block.
+
+    What several ranks cost beside communication can then be measured on one GPU, and tested on it.
+
+    Args:
+        way: axis of the dense plan whose way is gone: copies, shards or experts, each one part.
+        device: of the rank; None for the CPU.
+        backend: of the group; None for NCCL on a GPU and gloo on a CPU.
+
+    Yields:
+        a world of one rank with a process group.
+    """
+    device = torch.device("cpu") if device is None else device
+    backend = backend or ("nccl" if device.type == "cuda" else "gloo")
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield World(device=device, way=way)
+    finally:
+        dist.destroy_process_group()
 
 
 def _end(ranks: Sequence[BaseProcess], *, wait_s: float) -> None:

@@ -208,8 +208,9 @@ def test_gathers_in_bf16_move_half_and_leave_nothing_to_cast():
         assert totals(found)[axis, collective] == totals(wide)[axis, collective]
     topology = machines(ranks_per_host=4)
     # Two layers. In fp32: copies as above, and 6 bytes an element cast, forward and backward. In
-    # bf16: 4 bytes out of each gather and 6 into the reduction; the biases are cast as before.
-    casts = 2 * 2 * 6 * BIAS
+    # bf16: 4 bytes out of each gather and 6 into the reduction. Biases are whole and have copies:
+    # their gradients alone are cast.
+    casts = 2 * 6 * BIAS
     before = 2 * 24 * WEIGHT + 2 * 2 * 6 * WEIGHT + casts
     after = 2 * (4 + 4 + 6) * WEIGHT + casts
     for plan, moved in ((SHARDED, before), (half, after)):
@@ -247,6 +248,31 @@ def test_one_rank_works_on_narrow_copies_that_its_optimizer_writes():
     parts = forecast(replace(narrow, micro_batches=2), ParallelPlan(), machines(), rates=RATES)
     assert parts.parts_ms["weight copies"] > 0
     assert parts.memory.all_gradients == 4 * elements
+
+
+def test_copies_on_several_ranks_are_written_by_the_optimizer_too():
+    narrow, topology = replace(work(), compute_bytes=2), machines(ranks_per_host=2)
+    elements = 2 * (WEIGHT + BIAS)
+    plan = ParallelPlan.data_parallel(2)
+    found = forecast(narrow, plan, topology, rates=RATES)
+    # Gradients are widened into what is reduced; nothing else is cast.
+    assert found.parts_ms["weight copies"] == pytest.approx(6 * elements / 1e6)
+    # Weight and two moments read and written, a wide gradient read twice, the copy written.
+    assert found.parts_ms["optimizer"] == pytest.approx((6 * 4 + 2 * 4 + 2) * elements / 1e6)
+    assert found.memory.all_gradients == 4 * elements
+    assert found.memory.copies == 2 * elements
+
+
+def test_gradients_of_own_experts_stay_narrow():
+    wide, narrow = work(experts=2), replace(work(experts=2), compute_bytes=2)
+    own = sum(p.elements for unit in wide.units for p in unit.experts[0].parameters)
+    for plan, saved in (
+        (ParallelPlan(expert=2, table_shard=2), 2 * own),
+        # A second set of ranks has the same experts: gradients are merged in full width.
+        (ParallelPlan(replicate=2, expert=2, table_shard=4), 0),
+    ):
+        found = [memory(each, plan, TableStep()).all_gradients for each in (wide, narrow)]
+        assert found[0] - found[1] == saved
 
 
 def test_balancing_replaces_the_law_of_independent_examples():

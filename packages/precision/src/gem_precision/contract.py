@@ -81,6 +81,9 @@ class PrecisionRecipe(Contract):
             FP8 runs where it was measured to pay (both sides at least 1,024 wide and whole blocks
             of 128, a weight of at least 2,048², and per call rows x weight of at least
             65,536 x 2,048²), MXFP8 everywhere.
+        gather_in_8_bits: where ranks share a layer's weight, the weights of layers in ``fp8_block``
+            travel in 8 bits, quantised by the rank that trains them. Such a layer reads the numbers
+            of block FP8 in every call, also in one that stays in bf16.
     """
 
     default: NumberFormat = Field(
@@ -106,6 +109,10 @@ class PrecisionRecipe(Contract):
         ge=0,
         description="narrower layers stay in bf16; none: the measured break-even of the format",
     )
+    gather_in_8_bits: bool = Field(
+        default=False,
+        description="ranks that share a weight of a layer in fp8_block gather it in 8 bits",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -123,6 +130,16 @@ class PrecisionRecipe(Contract):
             raise ValueError(
                 'PrecisionRecipe: default must be "bf16_autocast" where recipe or rules name '
                 f"formats of products; got {self.default!r}; leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _something_is_gathered(self) -> "PrecisionRecipe":
+        formats = {self.recipe, *(rule.forward for rule in self.rules)}
+        if self.gather_in_8_bits and "fp8_block" not in formats:
+            raise ValueError(
+                "PrecisionRecipe: gather_in_8_bits must stand beside a recipe or rule in "
+                f"'fp8_block', whose weights it sends; got {self.recipe!r}; leave it out"
             )
         return self
 

@@ -11,6 +11,7 @@ from gem_precision.kernels.grouped_linear.cost import (
     grouped_linear_cost,
 )
 from gem_precision.kernels.mx_quantize.cost import mx_dequantize_cost, mx_quantize_cost
+from gem_precision.kernels.norm_quantize.cost import norm_quantize_cost
 from gem_precision.kernels.normed_linear.cost import (
     normed_linear_backward_cost,
     normed_linear_cost,
@@ -30,6 +31,7 @@ __all__ = [
     "grouped_linear_cost",
     "mx_dequantize_cost",
     "mx_quantize_cost",
+    "norm_quantize_cost",
     "normed_linear_backward_cost",
     "normed_linear_cost",
     "quantized_linear_backward_cost",

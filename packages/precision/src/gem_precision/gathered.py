@@ -7,15 +7,22 @@ numbers of block FP8: a product in ``fp8_block`` quantises it to the same number
 shards are whole blocks. It knows no mesh.
 """
 
-from typing import Any
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from gem_opkit.errors import ConfigError, UnsupportedError, refusal
+from gem_precision.contract import LinearFormats
 from gem_precision.elements import WIDE_BLOCK
 from gem_precision.ops import BlockMatrix, block_dequantize, block_quantize
+
+_log = logging.getLogger("gem_precision")
 
 _aten = torch.ops.aten
 # What FSDP and optimizers make of a parameter that has to stay one of its kind.
@@ -108,7 +115,7 @@ class EightBitGather(Tensor):
         self,
         outputs: tuple[Tensor, ...],
         metadata: None,
-        param_dtype: torch.dtype,
+        param_dtype: torch.dtype | None,
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
@@ -120,7 +127,7 @@ class EightBitGather(Tensor):
         if out is not None:
             out.data.copy_(weight)
             return None
-        weight = weight.to(param_dtype)
+        weight = weight.to(param_dtype or self.held.dtype)
         return weight, (weight,)
 
 
@@ -151,3 +158,87 @@ def gather_in_8_bits(layer: nn.Linear) -> None:
     layer.weight = nn.Parameter(
         EightBitGather(layer.weight.detach()), requires_grad=layer.weight.requires_grad
     )
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredLayers:
+    """Which weights travel in 8 bits.
+
+    Attributes:
+        names: of the layers.
+        kept: name of each other layer in ``fp8_block`` -> why its weight does not.
+    """
+
+    names: tuple[str, ...]
+    kept: Mapping[str, str]
+
+    def told(self) -> str:
+        """One line: how many weights, and why others do not."""
+        reasons: dict[str, int] = {}
+        for reason in self.kept.values():
+            reasons[reason] = reasons.get(reason, 0) + 1
+        parts = [f"{len(self.names)} weights gathered in 8 bits"]
+        return "; ".join([*parts, *(f"{n} not: {why}" for why, n in reasons.items())])
+
+
+def gather_layers_in_8_bits(
+    model: nn.Module, formats: Mapping[str, LinearFormats], *, parts: Callable[[str, int], int]
+) -> GatheredLayers:
+    """Let FSDP2 gather the weights of a recipe's layers in 8 bits; call it before ``fully_shard``.
+
+    Args:
+        model: changed in place.
+        formats: name of a layer -> formats of its products, as ``convert_layers`` gives them.
+        parts: how many ranks share a weight, by its layer's name and its elements; 1: nobody.
+
+    Returns:
+        what became of each layer in ``fp8_block``; one line of it is logged.
+
+    Raises:
+        ConfigError: a weight is no plain parameter any more.
+
+    Numerics: as `gather_in_8_bits`. Each part is whole blocks of 128x128, so that quantising before
+        the gather gives the bytes of quantising after it.
+    """
+    names: list[str] = []
+    kept: dict[str, str] = {}
+    for name, own in formats.items():
+        if "fp8_block" not in (own.forward, own.input_gradient):
+            continue
+        layer = cast(nn.Linear, model.get_submodule(name))
+        ranks = parts(name, layer.weight.numel())
+        if own.forward != own.input_gradient:
+            kept[name] = f"its other product is in {own.forward} or {own.input_gradient}"
+        elif ranks == 1:
+            kept[name] = "whole on every rank"
+        elif layer.out_features % (ranks * WIDE_BLOCK):
+            kept[name] = f"no whole blocks of {WIDE_BLOCK} on each of {ranks} ranks"
+        else:
+            gather_in_8_bits(layer)
+            names.append(name)
+    done = GatheredLayers(tuple(names), kept)
+    _log.info("precision: %s", done.told())
+    return done
+
+
+def trained_numbers(tensor: Tensor) -> Tensor:
+    """View the numbers that are trained of what is gathered in 8 bits, in the same memory.
+
+    Args:
+        tensor: any; a DTensor may hold a part that is gathered in 8 bits.
+
+    Returns:
+        a plain tensor, or a DTensor of one; what is not gathered so comes back itself.
+    """
+    if isinstance(tensor, EightBitGather):
+        return tensor.held
+    if isinstance(tensor, DTensor) and isinstance(tensor._local_tensor, EightBitGather):
+        return DTensor.from_local(
+            tensor._local_tensor.held.detach(),
+            tensor.device_mesh,
+            tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
+    return tensor

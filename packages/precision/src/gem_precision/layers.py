@@ -127,6 +127,7 @@ class RmsNorm(nn.Module):
         """
         _check_last_dim("RmsNorm", x, self.width)
         _check_around("RmsNorm", x, before=before, after=after)
+        _check_dropout("RmsNorm", dropout)
         if has_kernel(x):
             given = {"gain_D": self.gain_D, "dropout": dropout, "seed": _seed_of(dropout)}
             return rms_norm(x, before=before, after=after, eps=self.eps, **given)
@@ -210,6 +211,7 @@ class LayerNorm(nn.Module):
         """
         _check_last_dim("LayerNorm", x, self.width)
         _check_around("LayerNorm", x, before=before, after=after)
+        _check_dropout("LayerNorm", dropout)
         if has_kernel(x):
             given = {"gain_D": self.gain_D, "dropout": dropout, "seed": _seed_of(dropout)}
             return layer_norm(x, before=before, after=after, eps=self.eps, **given)
@@ -336,10 +338,7 @@ class Mlp(nn.Module):
                     fix='use "relu" if in doubt',
                 )
             )
-        if not 0.0 <= dropout < 1.0:
-            raise ConfigError(
-                refusal("Mlp", "dropout", must="be in [0, 1)", got=dropout, fix="0 turns it off")
-            )
+        _check_dropout("Mlp", dropout)
         self.activation = activation
         # sqrt(2) keeps the variance through a ReLU, which drops half of it (He et al. 2015); the
         # smooth ones are close to it. The last projection has nothing after it.
@@ -381,6 +380,13 @@ def _check_eps(op: str, eps: float) -> None:
     if not eps > 0:
         raise ConfigError(
             refusal(op, "eps", must="be above 0", got=eps, fix="it keeps a row of zeros finite")
+        )
+
+
+def _check_dropout(op: str, dropout: float) -> None:
+    if not 0.0 <= dropout < 1.0:
+        raise ConfigError(
+            refusal(op, "dropout", must="be in [0, 1)", got=dropout, fix="0 turns it off")
         )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from gem_opkit.errors import DtypeError, ShapeError, refusal
@@ -103,11 +104,13 @@ def has_kernel(x: Tensor) -> bool:
 
     Returns:
         whether it is a plain tensor on a GPU, with rows that a kernel takes, outside of
-        ``torch.compile``. What is spread over devices (a DTensor) runs in plain torch.
+        ``torch.compile``; one without memory there counts as plain, so that a run in name takes
+        the operators that a real one does. What is spread over devices (a DTensor) runs in plain
+        torch.
     """
     return (
         x.is_cuda
-        and type(x) in (Tensor, nn.Parameter)
+        and type(x) in (Tensor, nn.Parameter, FakeTensor)
         and 0 < x.shape[-1] <= WIDEST
         and not torch.compiler.is_compiling()
     )

@@ -15,6 +15,11 @@ from gem_precision.kernels.mx_quantize.op import (
     mx_quantize,
     mx_quantize_both,
 )
+from gem_precision.kernels.norm_quantize.op import (
+    norm_block_quantize,
+    norm_quantize,
+    norm_quantize_both,
+)
 from gem_precision.kernels.normed_linear.op import normed_linear
 from gem_precision.kernels.quantized_linear.op import fp8_block_linear, quantized_linear
 from gem_precision.kernels.row_norm.op import layer_norm, rms_norm
@@ -33,6 +38,9 @@ __all__ = [
     "mx_dequantize",
     "mx_quantize",
     "mx_quantize_both",
+    "norm_block_quantize",
+    "norm_quantize",
+    "norm_quantize_both",
     "normed_linear",
     "quantized_linear",
     "rms_norm",

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from gem_embeddings.contract import TablePlan
+from gem_embeddings.counters import Mark
 from gem_embeddings.engine import StartedLookup
 from gem_embeddings.sharded.direct import Part
-from gem_embeddings.sharded.exchange import Arrived
+from gem_embeddings.sharded.exchange import Arrived, Begun
 from gem_embeddings.sharded.places import OP
 from gem_embeddings.sharded.requests import Request
 from gem_opkit.errors import ConfigError, DataError, refusal
@@ -17,7 +18,14 @@ from gem_parallel.launch import World
 
 
 class Started(StartedLookup):
-    """A started call of this engine."""
+    """A started call of this engine.
+
+    Attributes:
+        pooled: outputs of the parts, where rows were read ahead; None where ``forward`` reads them.
+        counted: what is counted when it is looked up, where it was started ahead.
+        begun: the ids, where sizes are still on their way to the host.
+        fault: why this rank refuses them; raised once the other ranks know.
+    """
 
     def __init__(
         self, owner: Any, request: Request, arrived: Arrived | None, parts: list[Part] | None
@@ -25,6 +33,26 @@ class Started(StartedLookup):
         # One of the two is there, or both.
         self.owner, self.request, self.arrived, self.parts = owner, request, arrived, parts
         self.looked_up = self.learned = False
+        self.pooled: list[Tensor] | None = None
+        self.begun: Begun | None = None
+        self.fault: Exception | None = None
+        self.counted: Mark | None = None
+
+    def tensors(self) -> list[Tensor]:
+        """Return what the forward pass, the backward pass and the update read on the device.
+
+        Whoever started a call on another stream has to tell the allocator of it.
+        """
+        found = [self.request.keys_I, *self.request.weights.values(), *(self.pooled or ())]
+        for part in self.parts or ():
+            found += [part.ids_I, part.bags_O]
+        arrived = self.arrived if self.begun is None else self.begun.arrived
+        if arrived is not None:
+            found += [arrived.keys, arrived.places_I, arrived.rows]
+            found += [arrived.sent_K, arrived.begin_K, arrived.first_T]
+        if self.counted is not None:
+            found += [count for count in self.counted[2:] if count is not None]
+        return found
 
     def begin_to_learn(self) -> None:
         """Refuse a second backward pass."""
@@ -72,7 +100,7 @@ class Pool(torch.autograd.Function):
         """Pool the rows."""
         ctx.engine, ctx.started = engine, started
         ctx.save_for_backward(*weights)
-        return tuple(engine.pool(started.parts or (), weights))
+        return tuple(engine.pooled(started, weights))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -1,6 +1,6 @@
 """The collectives of an engine, over one of its two axes, each counted.
 
-With one rank nothing is sent and a result is a copy of the input, so callers need no cases.
+Without a group nothing is sent and a result is a copy of the input, so callers need no cases.
 """
 
 from collections import Counter
@@ -36,6 +36,7 @@ class Collectives:
         sent_bytes: name of the collective -> bytes that this rank gave to it so far, its own share
             included.
         received_bytes: the same of what came back.
+        talks: whether anything is sent.
         in_order: a collective begins after the one before has ended, as on the stream of NCCL, also
             where nobody has waited for that.
     """
@@ -43,21 +44,24 @@ class Collectives:
     def __init__(self, group: dist.ProcessGroup | None, size: int) -> None:
         self._group = group
         self.in_order = group is not None and dist.get_backend(group) == "nccl"
-        self.size = size
+        self.size, self.talks = size, group is not None
         self.calls: Counter[str] = Counter()
         self.sent_bytes: Counter[str] = Counter()
         self.received_bytes: Counter[str] = Counter()
 
     @classmethod
-    def over(cls, mesh: DeviceMesh | None, axis: str, size: int) -> Self:
+    def over(
+        cls, mesh: DeviceMesh | None, axis: str, size: int, *, alone: bool = False
+    ) -> Self:
         """Make those of an axis of a mesh.
 
         Args:
             mesh: of all ranks; None for one.
             axis: its name.
             size: its number of ranks.
+            alone: make a group of one rank too, which then talks to itself.
         """
-        group = mesh.get_group(axis) if mesh is not None and size > 1 else None
+        group = mesh.get_group(axis) if mesh is not None and (size > 1 or alone) else None
         return cls(group, size)
 
     def _count(self, name: str, sent: Tensor, out: Tensor) -> None:
@@ -85,7 +89,7 @@ class Collectives:
             the parts of all ranks, in their order, and something to ``wait`` for before they are
             read. ``sent`` itself on one rank.
         """
-        if self.size == 1:
+        if self._group is None:
             return sent, Done()
         heard = sent.new_empty(sum(heard_splits))
         self._count("all_to_all", sent, heard)
@@ -96,7 +100,7 @@ class Collectives:
 
     def all_gather(self, out: Tensor, sent: Tensor) -> Any:
         """Join equal parts of all ranks, in their order; returns something to ``wait`` for."""
-        if self.size == 1:
+        if self._group is None:
             out.copy_(sent)
             return Done()
         self._count("all_gather", sent, out)
@@ -112,7 +116,7 @@ class Collectives:
         Returns:
             the parts, in the order of the ranks.
         """
-        if self.size == 1:
+        if self._group is None:
             return sent
         # Padded to the longest: gloo has no gathering of unequal parts.
         longest = max(sizes)
@@ -125,14 +129,14 @@ class Collectives:
 
     def all_reduce_sum(self, value: Tensor) -> None:
         """Replace a tensor by its sum over the ranks."""
-        if self.size == 1:
+        if self._group is None:
             return
         self._count("all_reduce", value, value)
         dist.all_reduce(value, op=dist.ReduceOp.SUM, group=self._group)
 
     def reduce_scatter_mean(self, out: Tensor, sent: Tensor) -> Any:
         """Give each rank the mean of its part; returns something to ``wait`` for."""
-        if self.size == 1:
+        if self._group is None:
             out.copy_(sent)
             return Done()
         self._count("reduce_scatter", sent, out)
@@ -140,7 +144,7 @@ class Collectives:
 
     def all_reduce_mean(self, value: Tensor) -> None:
         """Replace a tensor by its mean over the ranks."""
-        if self.size == 1:
+        if self._group is None:
             return
         self._count("all_reduce", value, value)
         dist.all_reduce(value, op=dist.ReduceOp.AVG, group=self._group)

@@ -75,8 +75,9 @@ class TorchTables(TableEngine):
         columns are cut.
     Cost: a call sends each different id once to each rank that holds a piece of its row, 8 bytes,
         and its vector back once; the backward pass sends its gradient once. The host waits for the
-        device once a call, to learn the sizes of these messages; a single rank waits only where a
-        table refuses ids outside, or holds the gradients of several passes.
+        device once a call, to learn the sizes of these messages, unless the call was started ahead
+        and they have come meanwhile; a single rank waits only where a table refuses ids outside,
+        or holds the gradients of several passes.
     """
 
     def __init__(  # noqa: PLR0913 - those of build_tables
@@ -105,12 +106,14 @@ class TorchTables(TableEngine):
         self._device = device
         self._places = places_of(specs, plan, optimizer)
         self._features = Features(specs, lookups, self._places.first_key, device)
-        if mesh is None and world.size > 1:
+        if mesh is None and world.grouped:
             shape = (plan.table_shard, plan.table_replicate)
             mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=SPARSE_AXES)
         self.mesh = mesh
         self._rank, replica = divmod(world.rank, plan.table_replicate)
-        self.group = Collectives.over(mesh, "table_shard", plan.table_shard)
+        self.group = Collectives.over(
+            mesh, "table_shard", plan.table_shard, alone=world.way is not None
+        )
         self.replicas = Collectives.over(mesh, "table_replicate", plan.table_replicate)
         # Groups move rows alike: there are no means of rows to form.
         alike = replicas == "gradients" and plan.table_replicate > 1
@@ -154,7 +157,7 @@ class TorchTables(TableEngine):
             Direct(
                 self._places, self._rows.all, self._features, optimizer, seed=seed, device=device
             )
-            if plan.table_shard == 1 and at_once and not alike
+            if not self.group.talks and at_once and not alike
             else None
         )
         # What makes autograd call the backward pass; no parameter, since no optimizer may see it.
@@ -184,6 +187,44 @@ class TorchTables(TableEngine):
         """Check ids and send them to the ranks that hold their rows; see ``TableEngine``."""
         return self._start(ids, {} if weights is None else weights)
 
+    @property
+    def reads_ahead(self) -> bool:
+        """See ``TableEngine``: on one rank, with rows pooled where they lie."""
+        return self._direct is not None and self.world.size == 1
+
+    @property
+    def starts_ahead(self) -> bool:
+        """See ``TableEngine``: where ids travel, the sizes of the messages come meanwhile."""
+        return self.reads_ahead or self.group.talks
+
+    @property
+    def waits(self) -> int:
+        """Calls whose sizes had not come when they were needed, so that the host waited."""
+        return self._ids.waits
+
+    def start_ahead(self, ids: Mapping[str, Jagged]) -> Started:
+        """Start a call of a step that is yet to come; see ``TableEngine``."""
+        if not self.starts_ahead:
+            raise self._not_ahead("start_ahead")
+        counts = self._features.counts
+        before = counts.set_aside()
+        try:
+            started = self._start(ids, {}, settle=False)
+        finally:
+            counted = counts.set_aside()
+            counts.add_all(before)
+        started.counted = counted
+        return started
+
+    @torch.no_grad()
+    def read_ahead(self, started: StartedLookup) -> None:
+        """Read the rows of a started call before ``forward`` does; see ``TableEngine``."""
+        if not self.reads_ahead or not isinstance(started, Started):
+            raise self._not_ahead("read_ahead")
+        if started.parts is not None:  # else it goes the long way, which reads in ``forward``
+            weights = cast("Direct", self._direct).weights(started.request, started.parts)
+            started.pooled = self.pool(started.parts, weights)
+
     def forward(
         self, ids: Mapping[str, Jagged] | StartedLookup, weights: Mapping[str, Tensor] | None = None
     ) -> dict[str, Tensor]:
@@ -211,7 +252,10 @@ class TorchTables(TableEngine):
                     fix="call its start",
                 )
             )
+        self._settle(started)
         started.looked_up = True
+        if started.counted is not None:
+            self._features.counts.add_all(started.counted)
         if started.parts is not None:
             return self._pool(started, started.parts)
         arrived = cast("Arrived", started.arrived)
@@ -229,7 +273,9 @@ class TorchTables(TableEngine):
             started.request, vectors, self._local_places(started), arrived.asked
         )
 
-    def _start(self, ids: Mapping[str, Jagged], weights: Mapping[str, Tensor]) -> Started:
+    def _start(
+        self, ids: Mapping[str, Jagged], weights: Mapping[str, Tensor], *, settle: bool = True
+    ) -> Started:
         mark = self._features.counts.mark()
         fault: Exception | None = None
         try:
@@ -245,17 +291,32 @@ class TorchTables(TableEngine):
                 unique_T = cast("Direct", self._direct).different(request.keys_I)
                 self._features.counts.add_unique_all(unique_T)
             return Started(self, request, None, parts)
-        arrived = self._ids.send(request.keys_I, request.refuses, send_rows=parts is None)
+        started = Started(self, request, None, parts)
+        started.begun, started.fault = self._ids.begin(request.keys_I, request.refuses), fault
+        if settle:
+            try:
+                self._settle(started)
+            except Exception:
+                self._features.counts.return_to(mark)
+                raise
+        return started
+
+    def _settle(self, started: Started) -> None:
+        """Send the ids of a call that has begun, or refuse it on all ranks."""
+        if started.begun is None:
+            return
+        begun, started.begun = started.begun, None
+        arrived = self._ids.finish(begun, send_rows=started.parts is None)
         if not arrived.refused:
+            started.arrived = arrived
             if self.training:
                 for spec, rows in zip(self.specs, arrived.asked, strict=True):
                     self._features.counts.add(spec.name, unique=rows)
-            return Started(self, request, arrived, parts)
-        self._features.counts.return_to(mark)
-        if fault is not None:
-            raise fault
+            return
+        if started.fault is not None:
+            raise started.fault
         if arrived.outside:
-            raise self._features.refusal(request)
+            raise self._features.refusal(started.request)
         raise refused_elsewhere(self.world, self.plan, arrived.refused)
 
     def _local_places(self, started: Started) -> Tensor:
@@ -272,9 +333,22 @@ class TorchTables(TableEngine):
         flats = (
             pool(self._anchor, self, started, *weights)
             if torch.is_grad_enabled()
-            else self.pool(parts, weights)
+            else self.pooled(started, weights)
         )
         return direct.outputs(started.request, parts, flats)
+
+    def pooled(self, started: Started, weights: Sequence[Tensor | None]) -> list[Tensor]:
+        """Give the vectors that were read ahead, or read them now.
+
+        Args:
+            started: a call of this rank alone.
+            weights: of the ids of each part.
+
+        Returns:
+            the flat output of each part.
+        """
+        found, started.pooled = started.pooled, None
+        return self.pool(started.parts or (), weights) if found is None else found
 
     def pool(self, parts: Sequence[Part], weights: Sequence[Tensor | None]) -> list[Tensor]:
         """Pool rows of this rank alone. Collective over the replicas.

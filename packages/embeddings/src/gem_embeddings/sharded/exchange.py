@@ -4,6 +4,9 @@ The ids of all tables are numbered through, sorted once and sent once each, howe
 and examples have them. The host reads one short tensor a call: how many ids go to and come from
 each rank, which ``all_to_all`` has to know. In the same message travels whether a rank refuses its
 batch, so that bad ids on one rank end the call on all of them and none is left waiting.
+
+A call has two halves. ``begin`` leaves that tensor on its way to the host, ``finish`` reads it:
+with work between the two, such as a step of training, the host waits for no device.
 """
 
 from collections.abc import Sequence
@@ -58,6 +61,21 @@ class Arrived:
     order: Tensor | None = None
 
 
+@dataclass(slots=True)
+class Begun:
+    """A call whose sizes are on their way to the host.
+
+    Attributes:
+        arrived: what is known of it without them.
+        host: the sizes; to be read once ``there`` has come.
+        there: event behind the copy to the host; None where the sizes are there.
+    """
+
+    arrived: Arrived
+    host: Tensor
+    there: Any = None
+
+
 class IdExchange:
     """Send ids.
 
@@ -66,12 +84,16 @@ class IdExchange:
         rank: of this rank in its sharding group.
         collectives: over the sharding group.
         device: of the ids.
+
+    Attributes:
+        waits: calls whose sizes had not come when they were read, so that the host waited.
     """
 
     def __init__(
         self, places: Places, rank: int, collectives: Collectives, device: torch.device
     ) -> None:
         self._collectives, self._device = collectives, device
+        self.waits = 0
         first_key, routes = places.first_key, places.routes
         starts = [first_key[route.table] + route.row_start for route in routes]
         ends = [first_key[route.table] + route.row_end for route in routes]
@@ -112,6 +134,18 @@ class IdExchange:
         Returns:
             what arrived; where a rank refused, without rows.
         """
+        return self.finish(self.begin(keys_I, refuses), send_rows=send_rows)
+
+    def begin(self, keys_I: Tensor, refuses: Tensor | int) -> Begun:
+        """Tell the ranks how many ids they will get. Collective; nothing waits for a GPU.
+
+        Args:
+            keys_I: as for ``send``.
+            refuses: as for ``send``.
+
+        Returns:
+            what ``finish`` takes, on every rank in the order in which calls have begun.
+        """
         device, routes = self._device, self._shift_K.shape[0]
         sorted_I, order_I = torch.sort(keys_I)
         new_I = torch.ones_like(sorted_I)
@@ -130,25 +164,55 @@ class IdExchange:
         told, _ = self._collectives.all_to_all(
             torch.cat([flag, sent_K])[self._message], [step] * self._ranks, self._sizes
         )
-        # The one wait for the device.
-        host = torch.cat([flag, first_T, sent_K[:routes], told]).cpu()
-        flags, first, sent, words = host.split([1, first_T.shape[0], routes, told.shape[0]])
-        words = words.view(self._ranks, step)
+        told = torch.cat([flag, first_T, sent_K[:routes], told])
         arrived = Arrived(
-            asked=first.diff().tolist(),
-            first=first.tolist()[:-1],
+            asked=[],
+            first=[],
             keys=torch.empty_like(sorted_I).scatter_(0, place_I, sorted_I),
             places_I=torch.empty_like(keys_I).scatter_(0, order_I, place_I),
             sent_K=sent_K[:routes],
             begin_K=begin_K[:routes],
             first_T=first_T,
-            sent=sent,
-            received=words[:, 1 : 1 + self._own],
-            everywhere=words[:, 1 + self._own :],
-            refused=(words[:, 0] > 0).nonzero().flatten().tolist(),
-            outside=bool(flags[0] > 0),
+            sent=told[:0],
+            received=told[:0],
+            everywhere=told[:0],
+            refused=[],
+            outside=False,
             rows=keys_I[:0],
         )
+        if told.device.type != "cuda":
+            return Begun(arrived, told.cpu())
+        host = torch.empty(told.shape, dtype=told.dtype, pin_memory=True)
+        host.copy_(told, non_blocking=True)
+        there = torch.cuda.Event()
+        there.record()
+        return Begun(arrived, host, there)
+
+    def finish(self, begun: Begun, *, send_rows: bool = True) -> Arrived:
+        """Send the ids of a call that has begun. Collective over the sharding group.
+
+        Args:
+            begun: from ``begin``; taken once.
+            send_rows: as for ``send``.
+
+        Returns:
+            as ``send``.
+        """
+        arrived, routes = begun.arrived, self._shift_K.shape[0]
+        if begun.there is not None:
+            if not begun.there.query():
+                self.waits += 1
+            begun.there.synchronize()
+        step = self._sizes[0] - self._route_ends[0] + self._own
+        parts = [1, arrived.first_T.shape[0], routes, step * self._ranks]
+        flags, first, sent, words = begun.host.split(parts)
+        words = words.view(self._ranks, step)
+        arrived.asked, arrived.first = first.diff().tolist(), first.tolist()[:-1]
+        arrived.sent = sent
+        arrived.received = words[:, 1 : 1 + self._own]
+        arrived.everywhere = words[:, 1 + self._own :]
+        arrived.refused = (words[:, 0] > 0).nonzero().flatten().tolist()
+        arrived.outside = bool(flags[0] > 0)
         if send_rows and not arrived.refused:
             self._send_rows(arrived)
         return arrived

@@ -48,7 +48,7 @@ class Traffic:
         self._places, self._exchange, self._collectives = places, exchange, collectives
         self._stores, self._copies = stores, copies
         # Nothing travels on a single rank, so nothing is rounded.
-        self._wire = wire if collectives.size > 1 else torch.float32
+        self._wire = wire if collectives.talks else torch.float32
         routes = places.routes
         self._columns = torch.tensor([route.columns for route in routes], dtype=torch.int64)
         # Own shards of each store are neighbours in the message.

@@ -7,16 +7,17 @@ from pathlib import Path
 from typing import cast, get_args
 
 from gem.bench.check import CheckReport, check
-from gem.bench.measure import Asked, measure, recipe_of
+from gem.bench.endure import EndureReport, endure
+from gem.bench.measure import Asked, Where, measure, recipe_of
 from gem.bench.picture import picture
-from gem.bench.rows import write_check, write_row
+from gem.bench.rows import write_check, write_endured, write_row
 from gem.bench.schema import StepReport
 from gem_opkit.errors import ConfigError, refusal
 from gem_opkit.impl import Impl
 from gem_parallel.launch import World, process_group
 
 
-def asked_for(
+def asked_for(  # noqa: PLR0913 - each is an option of the command
     recipe: str,
     *,
     settings: Sequence[str] = (),
@@ -26,6 +27,7 @@ def asked_for(
     warmup: int = 4,
     profiled: int = 3,
     impl: str = "auto",
+    batches: Where = "host",
 ) -> Asked:
     """Put together what the command was asked for.
 
@@ -38,6 +40,7 @@ def asked_for(
         warmup: likewise.
         profiled: likewise.
         impl: likewise.
+        batches: likewise.
 
     Raises:
         ConfigError: a word for ``impl`` that does not exist, or an axis without a size.
@@ -73,36 +76,34 @@ def asked_for(
         warmup=warmup,
         profiled=profiled,
         impl=cast(Impl, impl),
+        batches=batches,
     )
 
 
 def refuse_mixed(check: int | None, *, endure: int, out: Path | None, svg: Path | None) -> None:
-    """Refuse options that go with a comparison alone, or not with one.
+    """Refuse files of a measurement where none is made.
 
     Args:
-        check: steps that are compared; None for a measurement.
-        endure: steps behind them.
+        check: steps that are compared; None for none.
+        endure: steps that only have to be finite.
         out: file of the JSON document.
         svg: file of the picture.
 
     Raises:
         ConfigError: one that would be left aside.
     """
-    wrong = ("--endure", "with", endure, "add --check N") if check is None and endure else None
-    if check is not None and (out is not None or svg is not None):
-        option, path = ("--out", out) if out is not None else ("--svg", svg)
-        wrong = (option, "without", path, "--json and --rows keep what a comparison finds")
-    if wrong is not None:
-        option, how, value, fix = wrong
-        raise ConfigError(
-            refusal(
-                "gem bench step",
-                option,
-                must=f"come {how} --check",
-                got=value,
-                fix=f"leave it out; {fix}" if check is not None else f"leave it out, or {fix}",
-            )
+    if (check is None and not endure) or (out is None and svg is None):
+        return
+    option, path = ("--out", out) if out is not None else ("--svg", svg)
+    raise ConfigError(
+        refusal(
+            "gem bench step",
+            option,
+            must="come without --check and --endure",
+            got=path,
+            fix="leave it out; --json and --rows keep what they find",
         )
+    )
 
 
 def _make_room(out: Path | None, svg: Path | None, rows: Path | None) -> None:
@@ -218,3 +219,42 @@ def check_text(report: CheckReport) -> str:
         lines.append(f"   the kernels went on for {further} steps")
     lines.append("the kernels agree" if report.agrees else f"they do not agree: {report.said}")
     return "\n".join(lines) + "\n"
+
+
+def bench_endure(
+    asked: Asked, *, rows: Path | None = None, told: Callable[[str], None]
+) -> EndureReport:
+    """Train many steps with the kernels, whose losses have to be finite.
+
+    Args:
+        asked: what; its steps are all that is taken.
+        rows: folder of results, in which a row is kept by device.
+        told: called with what is done.
+
+    Returns:
+        the report.
+    """
+    with process_group(recipe_of(asked, World()).train.device) as world:
+        report = endure(asked, world, told=told)
+        if rows is not None and world.is_first:
+            write_endured(rows, report)
+        return report
+
+
+def endured_text(report: EndureReport) -> str:
+    """Write a long run for people.
+
+    Args:
+        report: of the run.
+
+    Returns:
+        lines of text, ending in a newline.
+    """
+    first, last = (
+        "not finite" if x is None else f"{x:.4f}" for x in (report.loss_first, report.loss_last)
+    )
+    return (
+        f"{report.recipe}: {report.steps} steps of {report.examples} examples in "
+        f"{report.seconds:.1f} s, loss {first} to {last}\n"
+        f"{report.said or 'every loss is finite'}\n"
+    )

@@ -1,6 +1,7 @@
-"""Time whole steps of a recipe, as the trainer runs them, on batches that lie on the device.
+"""Time whole steps of a recipe, as the trainer runs them, on batches that lie in host memory.
 
-No data set is read, so that waiting for data is left out. Each rank draws its own histories,
+They are copied to the device as the trainer copies them, the next one beside a step. No data set is
+read, so that waiting for data is left out. Each rank draws its own histories,
 uniform on 1 to the longest; the batch grows with the ranks (weak scaling). Where memory does not
 hold a batch it is run in more parts, and the report says so. Before anything is timed, the losses
 of the first steps must be finite and near what an untrained model has.
@@ -8,10 +9,11 @@ of the first steps must be finite and near what an untrained model has.
 
 import gc
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from statistics import mean, median
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +31,7 @@ from gem.planning.schema import declared_schema
 from gem.train.clock import StepClock
 from gem.train.guard import Guard
 from gem.train.idle_keys import idle_keys
+from gem.train.inputs_ahead import Arrived, copied_ahead
 from gem.train.local_tensors import local_part
 from gem.train.loop_state import LoopState
 from gem.train.mfu import efficiency
@@ -40,10 +43,15 @@ from gem_opkit.impl import Impl, auto_means
 from gem_parallel.collectives import all_reduce_sum, barrier
 from gem_parallel.launch import World
 
+Where = Literal["host", "device"]
 BATCHES, MOST_PARTS = 4, 16
 # Share by which the first loss may differ from that of the base rates: random logits, few labels.
 LOSS_BAND = 0.3
-LEFT_OUT = "reading data; batches lie on the device"
+# What of a training run a step of each kind of batches does not show.
+LEFT_OUT: dict[Where, str] = {
+    "host": "reading data; batches lie in page-locked host memory, and are copied ahead",
+    "device": "reading and copying data; batches lie on the device",
+}
 _OP = "gem bench step"
 _determinism: Any = torch.utils.deterministic  # its setting is a property that no checker sees
 
@@ -61,6 +69,7 @@ class Asked:
         warmup: steps before them, above 0.
         profiled: steps that are profiled afterwards; 0 for none.
         impl: what ``impl="auto"`` of every operator stands for.
+        batches: where they lie.
     """
 
     recipe: str
@@ -71,6 +80,7 @@ class Asked:
     warmup: int = 4
     profiled: int = 3
     impl: Impl = "auto"
+    batches: Where = "host"
 
 
 def measure(
@@ -162,7 +172,10 @@ def _batches(
     found = []
     for _ in range(min(BATCHES, asked.steps + asked.warmup)):
         lengths = {s.name: uniform_lengths(examples, s.max_events, draw) for s in schema.streams}
-        found.append(random_batch(schema, lengths, draw).to(world.device))
+        batch = random_batch(schema, lengths, draw)
+        if asked.batches == "device":
+            batch = batch.to(world.device)
+        found.append(batch.pinned() if batch.labels_BA.device != world.device else batch)
     return found
 
 
@@ -189,6 +202,7 @@ class _Bench:
         self.batches, self.told = batches, told
         self.on_gpu = world.device.type == "cuda"
         self.flops = [region_flops(config, schema, batch) for batch in batches]
+        self.taken = 0  # batches so far, in turns
 
     def run(
         self, look: Callable[[TrainStep, Sequence[ExampleBatch]], None] | None
@@ -223,9 +237,10 @@ class _Bench:
         if step.plan.balance != "off":
             line = f"parallel.balance={step.plan.balance} deals nothing: each rank draws its batch"
             _said(self.told, line, world)
+        arriving = self._arriving(step)
         losses = []
         for number in range(asked.warmup):
-            losses.append(step(self._batch(number), number).loss)
+            losses.append(self._one(step, arriving, number))
             _said(self.told, f"step {number}", world)
         first_loss = self._checked_loss(losses)
         held_bytes = torch.cuda.memory_allocated() if self.on_gpu else None
@@ -234,29 +249,46 @@ class _Bench:
         barrier(world)
         clock.__dict__.update(StepClock(world.device).__dict__)
         numbers = range(asked.warmup, asked.warmup + asked.steps)
-        timed = [self._timed(step, clock, number) for number in numbers]
+        counted = [self.flops[(self.taken + n) % len(self.flops)] for n in range(asked.steps)]
+        timed = [self._timed(step, arriving, clock, number) for number in numbers]
         clock.settle()
         peak_bytes = torch.cuda.max_memory_allocated() if self.on_gpu else None
         _said(self.told, "timed", world)
         all_loss = all_reduce_sum(torch.stack(timed).double(), world)
         self._demand_finite(all_loss, asked.warmup)
         step_ms, sections = list(clock.step_ms), dict(clock.seconds)
-        profile = self._profile(step, clock, ranges)
+        profile = self._profile(step, arriving, clock, ranges)
         memory = self._memory(step, peak_bytes)
         _said(self.told, "profiled", world)
         ranges.remove()
         if look is not None:
-            look(step, self.batches)
+            look(step, [batch.to(world.device) for batch in self.batches])
         return self._report(
-            step_ms, sections, profile, memory, held_bytes, (first_loss, float(all_loss[-1]))
+            step_ms,
+            counted,
+            sections,
+            profile,
+            memory,
+            held_bytes,
+            (first_loss, float(all_loss[-1])),
         )
 
-    def _batch(self, number: int) -> ExampleBatch:
-        return self.batches[number % len(self.batches)]
+    def _arriving(self, step: TrainStep) -> Iterator[Arrived]:
+        """The batches in turns, without an end."""
+        return copied_ahead(cycle(self.batches), self.world.device, step.ahead.stream)
 
-    def _timed(self, step: TrainStep, clock: StepClock, number: int) -> Tensor:
+    def _one(self, step: TrainStep, arriving: Iterator[Arrived], number: int) -> Tensor:
+        arrived = next(arriving)
+        self.taken += 1
+        if arrived.following is not None:
+            step.expect(arrived.following)
+        return step(arrived.there, number).loss
+
+    def _timed(
+        self, step: TrainStep, arriving: Iterator[Arrived], clock: StepClock, number: int
+    ) -> Tensor:
         clock.begin_step()
-        loss = step(self._batch(number), number).loss
+        loss = self._one(step, arriving, number)
         clock.end_step()
         return loss
 
@@ -292,21 +324,28 @@ class _Bench:
                 )
             )
 
-    def _profile(self, step: TrainStep, clock: StepClock, ranges: ModuleRanges) -> Profile | None:
+    def _profile(
+        self,
+        step: TrainStep,
+        arriving: Iterator[Arrived],
+        clock: StepClock,
+        ranges: ModuleRanges,
+    ) -> Profile | None:
         """Of the first rank; the others run the same steps, as collectives need all."""
         asked = self.asked
         if not asked.profiled:
             return None
 
         def run(number: int) -> None:
-            self._timed(step, clock, number)
+            self._timed(step, arriving, clock, number)
 
         if not self.world.is_first:
             for number in range(asked.profiled + 1):
                 run(number)
             return None
+        first = self.taken + 1  # one before the counted ones
         events = record(run, asked.profiled, clock=clock, ranges=ranges)
-        counted = [self.flops[n % len(self.flops)] for n in range(1, asked.profiled + 1)]
+        counted = [self.flops[(first + n) % len(self.flops)] for n in range(asked.profiled)]
         peak = device_peak(device_name(self.world.device)).flops_per_s
         return profile_of(events, _mean_flops(counted), peak_flops_per_s=peak)
 
@@ -339,7 +378,8 @@ class _Bench:
     def _kept(self, step: TrainStep) -> int:
         """Of the largest part of a batch, as the next part begins without it."""
         given = [*step.model.parameters(), *step.model.buffers(), *_copies(step)]
-        given += _tensors(self.batches[0])
+        batch = self.batches[0].to(self.world.device)
+        given += _tensors(batch)
         largest = 0
         with kept_for_backward(given) as kept:
 
@@ -350,7 +390,7 @@ class _Bench:
 
             handle = step.wrapped.register_forward_pre_hook(begin)
             try:
-                step(self.batches[0], 0)
+                step(batch, 0)
             finally:
                 handle.remove()
             return max(largest, kept.bytes)
@@ -358,6 +398,7 @@ class _Bench:
     def _report(
         self,
         step_ms: Sequence[float],
+        counted: Sequence[dict[str, RegionFlops]],
         sections: dict[str, float],
         profile: Profile | None,
         memory: StepMemory,
@@ -365,8 +406,7 @@ class _Bench:
         losses: tuple[float, float],
     ) -> StepReport:
         asked, world, config = self.asked, self.world, self.config
-        numbers = range(asked.warmup, asked.warmup + asked.steps)
-        own = _mean_flops([self.flops[n % len(self.flops)] for n in numbers])
+        own = _mean_flops(counted)
         parts = (
             sum(each.attention.total for each in own.values()),
             sum(each.products.total for each in own.values()),
@@ -407,7 +447,7 @@ class _Bench:
             held_bytes=held_bytes,
             loss_first=losses[0],
             loss_last=losses[1],
-            left_out=LEFT_OUT,
+            left_out=LEFT_OUT[asked.batches],
             provenance=provenance(),
         )
 

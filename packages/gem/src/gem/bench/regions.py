@@ -80,11 +80,8 @@ def _attention(
             if not takes_part(spec, stream.name, index):
                 continue
             own = spec.layer_stream_spec(stream.name, index)
-            operators = (
-                pooling_attention(spec, own, sizes)
-                if kind == "interaction"
-                else [self_attention(own, sizes)]
-            )
+            operators = [] if kind == "interaction" else [self_attention(own, sizes)]
+            operators += [] if kind == "transformer" else pooling_attention(spec, own, sizes)
             found[f"layers.{index}.streams.{module_key(stream.name)}"] = PassFlops(
                 sum(op.forward.flops for op in operators),
                 sum(op.backward.flops for op in operators),

@@ -1,13 +1,14 @@
 """A report as one row of ``results/<device>/step.jsonl``, which plans are calibrated with.
 
-Steps of the references have a file of their own, ``step_reference.jsonl``, and comparisons of both
-another one, ``step_check.jsonl``.
+Steps of the references have a file of their own, ``step_reference.jsonl``, comparisons of both
+another one, ``step_check.jsonl``, and long runs ``step_endure.jsonl``.
 """
 
 from pathlib import Path
 from typing import Any
 
 from gem.bench.check import CheckReport
+from gem.bench.endure import EndureReport
 from gem.bench.schema import StepReport
 from gem_opkit.bench import device_folder, provenance, write_rows
 
@@ -88,3 +89,19 @@ def write_check(folder: Path, report: CheckReport) -> None:
         **provenance(),
     }
     write_rows(folder / device_folder(report.device) / "step_check.jsonl", [row])
+
+
+def write_endured(folder: Path, report: EndureReport) -> None:
+    """Add a long run to the rows of its device.
+
+    Args:
+        folder: of all results.
+        report: of the run.
+    """
+    row = {
+        "bench": "step_endure",
+        "case": f"{report.recipe}, {report.steps} steps of {report.examples}",
+        **report.model_dump(mode="json"),
+        **provenance(),
+    }
+    write_rows(folder / device_folder(report.device) / "step_endure.jsonl", [row])

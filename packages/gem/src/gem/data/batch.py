@@ -47,6 +47,23 @@ class StreamBatch:
             gap_seconds=self.gap_seconds.to(device, non_blocking=non_blocking),
         )
 
+    def pinned(self) -> "StreamBatch":
+        """The same stream in page-locked host memory."""
+        return StreamBatch(
+            ids={name: _pinned(ids) for name, ids in self.ids.items()},
+            numbers=_pinned(self.numbers),
+            gap_seconds=_pinned(self.gap_seconds),
+        )
+
+
+def _pinned(jagged: Jagged) -> Jagged:
+    return Jagged(
+        jagged.values.pin_memory(),
+        jagged.offsets_O.pin_memory(),
+        jagged.lengths,
+        jagged.max_length,
+    )
+
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
@@ -141,4 +158,18 @@ class ExampleBatch:
             streams={k: v.to(device, non_blocking=non_blocking) for k, v in self.streams.items()},
             ids={k: v.to(device, non_blocking=non_blocking) for k, v in self.ids.items()},
             **moved,
+        )
+
+    def pinned(self) -> "ExampleBatch":
+        """The same batch in page-locked host memory, from which a device copies by itself."""
+        own = {
+            field.name: getattr(self, field.name).pin_memory()
+            for field in fields(self)
+            if isinstance(getattr(self, field.name), Tensor)
+        }
+        return replace(
+            self,
+            streams={name: stream.pinned() for name, stream in self.streams.items()},
+            ids={name: _pinned(ids) for name, ids in self.ids.items()},
+            **own,
         )

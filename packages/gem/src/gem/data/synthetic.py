@@ -26,6 +26,7 @@ from gem.data.synthetic_dataset import (
     FEEDBACK_SKIP,
     POSITIONS,
     TAGS,
+    content_names,
     feature_names,
     synthetic_dataset,
 )
@@ -33,6 +34,7 @@ from gem.data.synthetic_spec import SyntheticSpec
 
 MATCH, STORIES, BUY_MATCH, PRICE = 1.5, 0.4, 1.0, 0.5
 AGE_EFFECTS = np.array([0.0, -0.3, -0.1, 0.0, 0.1, 0.2, 0.3])  # by age group, 0 is not used
+CONTENT_NOISE = 0.5
 START_MS = 1_700_000_000_000
 BACKLOG_MS = 90 * 86_400_000
 CHUNK_ROWS = 65_536
@@ -158,7 +160,18 @@ class _World:
             "category": pa.array(self.category + 1, mask=self.missing["category"]),
             "tags": pa.ListArray.from_arrays(pa.array(offsets), pa.array(self.tags)),
             "price": pa.array(self.price, mask=self.missing["price"]),
-        }
+        } | self._content_columns()
+
+    def _content_columns(self) -> dict[str, pa.Array]:
+        """Vectors of the items, from random numbers of their own: category, quality and noise."""
+        names = content_names(self.options)
+        random = np.random.default_rng([self.options.seed, 6])
+        centres = random.normal(size=(self.options.categories, len(names)))
+        better = random.normal(size=len(names))
+        vectors = centres[self.category] + np.outer(self.quality, better)
+        vectors += CONTENT_NOISE * random.normal(size=vectors.shape)
+        columns = vectors.astype(np.float32).T
+        return {name: pa.array(column) for name, column in zip(names, columns, strict=True)}
 
     def write_backlog(self, writer: DatasetWriter) -> None:
         """Write what the users did before the first example, some users at a time."""

@@ -13,7 +13,7 @@ FEEDBACK_DELAY_MS = 60_000
 
 # Written only where they are used, so that equal data has an equal contract, whichever version
 # made it.
-_NEWER = ("length_law", "features", "feature_values")
+_NEWER = ("length_law", "features", "feature_values", "content_width")
 
 
 def _written(options: SyntheticSpec) -> dict[str, int | float | str | bool]:
@@ -31,6 +31,18 @@ def feature_names(options: SyntheticSpec) -> tuple[str, ...]:
         names, each also that of a table.
     """
     return tuple(f"feature_{index:02d}" for index in range(options.features))
+
+
+def content_names(options: SyntheticSpec) -> tuple[str, ...]:
+    """Names of the numbers of an item's vector.
+
+    Args:
+        options: how many there are.
+
+    Returns:
+        names, in the order of the vector.
+    """
+    return tuple(f"content_{index:02d}" for index in range(options.content_width))
 
 
 def synthetic_dataset(options: SyntheticSpec) -> DatasetSpec:
@@ -89,7 +101,10 @@ def synthetic_dataset(options: SyntheticSpec) -> DatasetSpec:
                         {"name": "category", "table": "category"},
                         {"name": "tags", "table": "tag", "multi": True},
                     ],
-                    "numbers": [{"name": "price", "fill": 2.0, "offset": 2.0, "scale": 1.5}],
+                    "numbers": [
+                        {"name": "price", "fill": 2.0, "offset": 2.0, "scale": 1.5},
+                        *({"name": name} for name in content_names(options)),
+                    ],
                 },
             ],
             "streams": [

@@ -36,6 +36,13 @@ class SyntheticSpec(Contract):
     feature_values: int = Field(
         default=1_000, ge=1, description="values of each, as popular as the items are"
     )
+    content_width: int = Field(
+        default=0,
+        ge=0,
+        le=100,
+        description="width of a vector that each item carries, numbers content_00 and so on, which "
+        "tells its category and its quality with noise; a stream reads them by its fields",
+    )
     click_rate: float = Field(default=0.3, gt=0, lt=1, description="about the share of clicks")
     conversion_rate: float = Field(
         default=0.2, gt=0, lt=1, description="about the share of conversions among clicks"

@@ -16,7 +16,6 @@ from gem_parallel.collectives import all_reduce_sum
 from gem_parallel.launch import World
 from gem_parallel.recompute.apply import Recomputing, recompute_by
 from gem_parallel.recompute.choose import RecomputePlan, choose
-from gem_parallel.recompute.packing import PACK_ABOVE_BYTES
 from gem_parallel.recompute.profile import Profile
 
 _log = logging.getLogger(__name__)
@@ -83,7 +82,6 @@ class MemoryLimit:
             self._schema,
             batch,
             packing=packing,
-            pack_above_bytes=PACK_ABOVE_BYTES,
             count_weights=count_weights,
         )
         budget = None if memory.budget_gib is None else int(memory.budget_gib * 2**30)
@@ -108,7 +106,7 @@ class MemoryLimit:
                 )
             )
         self.recomputing = recompute_by(
-            model, self.plan, packing=packing, pack_above_bytes=PACK_ABOVE_BYTES
+            model, self.plan, packing=packing, pack_above_bytes=memory.pack_above_bytes
         )
         if self._world.is_first:
             for line in memory_text(self.profile, self.plan).splitlines():

@@ -19,7 +19,7 @@ from gem.dry_run.count import as_on_a_gpu, batch_without_memory, drawn_in_order
 from gem.memory.regions import memory_regions
 from gem.model.build import build_model
 from gem_parallel.dry_run.fakes import FloatsInName
-from gem_parallel.recompute.packing import PACK_ABOVE_BYTES, Packing
+from gem_parallel.recompute.packing import Packing
 from gem_parallel.recompute.profile import Profile
 from gem_parallel.recompute.record import record
 from gem_precision.layers import Projection, apply_recipe
@@ -31,7 +31,6 @@ def profile_of(
     batch: ExampleBatch,
     *,
     packing: Packing | None = None,
-    pack_above_bytes: int = PACK_ABOVE_BYTES,
     as_gpu: bool = False,
     count_weights: bool = True,
 ) -> Profile:
@@ -41,8 +40,7 @@ def profile_of(
         config: the run; its plan of ranks changes nothing but who holds which expert.
         schema: of the batch.
         batch: that one forward pass gets, on the device that trains.
-        packing: shortens what is kept.
-        pack_above_bytes: size of a storage from which it is packed.
+        packing: shortens what is kept, from ``memory.pack_above_bytes`` up.
         as_gpu: on a CPU, take the operators that a GPU would.
         count_weights: count copies of weights in bf16, which every forward pass makes under
             autocast; False where it reads copies that are there between steps.
@@ -71,7 +69,7 @@ def profile_of(
             run,
             alive=[*batch_tensors(named), *copies.values()],
             packing=packing,
-            pack_above_bytes=pack_above_bytes,
+            pack_above_bytes=config.memory.pack_above_bytes,
         )
 
 

@@ -14,7 +14,7 @@ from gem.model.spec import DinSpec, MlpActivation
 from gem.model.structure import module_key, reduce_schema
 from gem.model.tables import batch_ids, batch_streams, build_tables
 from gem.model.tokenize import Columns, EventTokens
-from gem_jagged.batch import Layout
+from gem_jagged.batch import Jagged, Layout
 from gem_jagged.offsets import sequence_ids
 from gem_jagged.ops import jagged_mean
 from gem_opkit.errors import ConfigError, refusal
@@ -141,3 +141,14 @@ class DinModel(nn.Module):
         if self.shortcut is not None:
             logits_BA = logits_BA + self.shortcut(numbers_BD)
         return logits_BA
+
+    def table_ids(self, batch: ExampleBatch) -> dict[str, Jagged]:
+        """Give the ids that ``forward`` looks up.
+
+        Args:
+            batch: as for ``forward``.
+
+        Returns:
+            feature name -> ids.
+        """
+        return batch_ids(self.schema, batch, batch_streams(batch, self.schema.streams))

@@ -12,12 +12,15 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from gem.data.schema import BatchSchema, StreamInput
-from gem.model.spec import DinSpec, ExpertsSpec, GemSpec, HeadsSpec, StreamSpec
+from gem.model.expert_spec import ExpertsSpec
+from gem.model.spec import DinSpec, GemSpec, HeadsSpec
+from gem.model.stream_spec import StreamSpec
 from gem.model.structure import (
     expert_parts,
     feature_tokens,
     head_width,
     pooled_tokens,
+    reads_summary,
     reduce_schema,
     streams_read,
     takes_part,
@@ -152,20 +155,24 @@ def _gem(
     for index, kind in enumerate(spec.layers):
         layer = f"layers.{index}"
         taking_part = [s for s in streams if takes_part(spec, s.name, index)]
-        if taking_part and (kind == "interaction" or spec.transformer_gate):
+        if reads_summary(spec, streams, index):
             parts[f"{layer}.summary"] = _linear(
                 examples * spec.width, tokens, spec.summary_tokens
             ) + _mlp(examples * spec.summary_tokens, (spec.width, spec.summary_hidden, spec.width))
-        count = _interaction if kind == "interaction" else _transformer
         for stream in taking_part:
-            parts[f"{layer}.streams.stream_{stream.name}"] = count(
-                spec, spec.layer_stream_spec(stream.name, index), examples, lengths[stream.name]
-            )
+            own, events = spec.layer_stream_spec(stream.name, index), lengths[stream.name]
+            total = PassFlops()
+            if kind != "interaction":
+                gated = spec.transformer_gate and kind == "transformer"
+                total += _transformer(spec, own, examples, events, gated=gated)
+            if kind != "transformer":
+                total += _interaction(spec, own, examples, events)
+            parts[f"{layer}.streams.stream_{stream.name}"] = total
         pooled = pooled_tokens(spec, streams, index)
         parts[f"{layer}.experts"] = experts_flops(
             spec.experts, spec.width, examples, tokens=tokens, summary_tokens=pooled
         )
-        tokens = spec.experts.fm_tokens + spec.experts.linear_tokens
+        tokens = spec.experts.tokens
     parts["heads"] = _heads(spec.heads, schema, examples, head_width(spec, schema, streams))
     if spec.numbers.shortcut:
         parts["shortcut"] = _shortcut(schema, examples)
@@ -222,51 +229,72 @@ def _interaction(
     spec: GemSpec, own: StreamSpec, examples: int, lengths: Sequence[int]
 ) -> PassFlops:
     width, tokens = own.width, sum(lengths)
-    context = examples * spec.summary_tokens
-    total = _linear(context, spec.width, 2 * width)
-    total += _attention(
-        generalized_attention_cost,
-        generalized_attention_backward_cost,
-        visible_pairs=spec.summary_tokens * tokens,
-        q_tokens=tokens,
-        k_tokens=context,
-        **_heads_of(own),
-    )
-    if own.summary_tokens:
-        # Queries are made of the seeds once for the whole batch.
-        total += _linear(own.seeds, width, width) + _linear(tokens, width, 2 * width)
+    total = PassFlops()
+    if own.ffn == "gdpa":
+        context = examples * spec.summary_tokens
+        total += _linear(context, spec.width, 2 * width)
         total += _attention(
-            pooled_attention_cost,
-            pooled_attention_backward_cost,
-            batch=examples,
-            seeds=own.seeds,
-            k_tokens=tokens,
+            generalized_attention_cost,
+            generalized_attention_backward_cost,
+            visible_pairs=spec.summary_tokens * tokens,
+            q_tokens=tokens,
+            k_tokens=context,
             **_heads_of(own),
         )
-        total += _linear(examples * own.seeds, width, width)
-        total += _linear(examples * width, own.seeds, own.kron_rank * own.summary_tokens)
-        total += _linear(examples * own.summary_tokens, own.kron_rank * width, width)
+    if own.summary_tokens:
+        total += _summary_pooling(own, examples, tokens)
     if own.target_tokens:
         queries = examples * own.target_tokens
         total += _linear(examples, spec.width, own.target_tokens * width)
-        total += _linear(queries, width, width) + _linear(tokens, width, 2 * width)
-        total += _attention(
-            jagged_flash_attention_cost,
-            jagged_flash_attention_backward_cost,
-            visible_pairs=own.target_tokens * tokens,
-            q_tokens=queries,
-            k_tokens=tokens,
-            **_heads_of(own),
-        )
-        total += _linear(queries, width, width)
+        if own.target_attention == "din":
+            total += _mlp(tokens, (4 * width, own.target_hidden, 1))
+            total += _mean(examples, tokens, width)
+        else:
+            total += _linear(queries, width, width) + _linear(tokens, width, 2 * width)
+            total += _attention(
+                jagged_flash_attention_cost,
+                jagged_flash_attention_backward_cost,
+                visible_pairs=own.target_tokens * tokens,
+                q_tokens=queries,
+                k_tokens=tokens,
+                **_heads_of(own),
+            )
+            total += _linear(queries, width, width)
     if width != spec.width:
-        pooled = examples * (own.summary_tokens + own.target_tokens)
-        total += _linear(pooled, width, spec.width)
+        total += _linear(examples * own.tokens, width, spec.width)
     return total
 
 
+def _mean(examples: int, tokens: int, width: int) -> PassFlops:
+    mean = {"batch": examples, "total_tokens": tokens, "width": width, "element_bytes": 4}
+    return PassFlops(jagged_mean_cost(**mean).flops, jagged_mean_backward_cost(**mean).flops)
+
+
+def _summary_pooling(own: StreamSpec, examples: int, tokens: int) -> PassFlops:
+    width, outputs = own.width, own.summary_tokens
+    if own.pooling == "mean":
+        total = _mean(examples, tokens, width)
+        return total + _linear(examples, width, outputs * width) if outputs > 1 else total
+    # Queries are made of the seeds once for the whole batch.
+    seeds = own.seeds if own.pooling == "hsp" else outputs
+    total = _linear(seeds, width, width) + _linear(tokens, width, 2 * width)
+    total += _attention(
+        pooled_attention_cost,
+        pooled_attention_backward_cost,
+        batch=examples,
+        seeds=seeds,
+        k_tokens=tokens,
+        **_heads_of(own),
+    )
+    total += _linear(examples * seeds, width, width)
+    if own.pooling == "pma":
+        return total + _mlp(examples * outputs, (width, width, width))
+    total += _linear(examples * width, seeds, own.kron_rank * outputs)
+    return total + _linear(examples * outputs, own.kron_rank * width, width)
+
+
 def _transformer(
-    spec: GemSpec, own: StreamSpec, examples: int, lengths: Sequence[int]
+    spec: GemSpec, own: StreamSpec, examples: int, lengths: Sequence[int], *, gated: bool
 ) -> PassFlops:
     width, tokens = own.width, sum(lengths)
     total = _linear(tokens, width, 3 * width) + _linear(tokens, width, width)
@@ -291,7 +319,9 @@ def _transformer(
             k_tokens=tokens,
             **_heads_of(own),
         )
-    if spec.transformer_gate:
+    if own.ffn_hidden:
+        total += _mlp(tokens, (width, own.ffn_hidden, width))
+    if gated:
         total += _linear(examples, spec.summary_tokens * spec.width, width)
     return total
 
@@ -312,21 +342,50 @@ def experts_flops(
         FLOPs of all experts together.
     """
     total = PassFlops()
-    outputs = spec.fm_tokens + spec.linear_tokens
-    if spec.residual and tokens != outputs:
-        total += _linear(examples * width, tokens, outputs)
-    for part in expert_parts(tokens, spec):
+    if spec.residual and tokens != spec.tokens:
+        total += _linear(examples * width, tokens, spec.tokens)
+    for place, part in enumerate(expert_parts(tokens, spec)):
         count = len(range(tokens)[part]) + summary_tokens
-        # Xᵀ Y and X (Xᵀ Y): both factors of both products need their gradients.
-        total += _linear(examples * width, count, spec.rank)
-        total += _linear(examples * count, width, spec.rank)
-        if spec.projection == "attentive":
-            total += _linear(examples * width, count, spec.rank)
-            hidden = spec.mlp_widths[:1]
-            total += _mlp(examples, (spec.rank * width, *hidden, count * spec.rank))
-        total += _mlp(examples, (count * spec.rank, *spec.mlp_widths, spec.fm_tokens * width))
-        total += _linear(examples * width, count, spec.linear_tokens)
+        total += _EXPERTS[spec.kind(place)](spec, width, examples, count)
     return total
+
+
+def _wukong(spec: ExpertsSpec, width: int, examples: int, count: int) -> PassFlops:
+    # Xᵀ Y and X (Xᵀ Y): both factors of both products need their gradients.
+    total = _linear(examples * width, count, spec.rank)
+    total += _linear(examples * count, width, spec.rank)
+    if spec.projection == "attentive":
+        total += _linear(examples * width, count, spec.rank)
+        hidden = spec.mlp_widths[:1]
+        total += _mlp(examples, (spec.rank * width, *hidden, count * spec.rank))
+    total += _mlp(examples, (count * spec.rank, *spec.mlp_widths, spec.fm_tokens * width))
+    return total + _linear(examples * width, count, spec.linear_tokens)
+
+
+def _cross(spec: ExpertsSpec, width: int, examples: int, count: int) -> PassFlops:
+    total = _mlp(examples, (count * width,) * (spec.cross_layers + 1))
+    return total + _linear(examples * width, count, spec.tokens)
+
+
+def _dot(spec: ExpertsSpec, width: int, examples: int, count: int) -> PassFlops:
+    pairs = count * (count - 1) // 2 or 1
+    total = _linear(examples * count, width, count)
+    return total + _mlp(examples, (pairs, *spec.mlp_widths, spec.tokens * width))
+
+
+def _deep(spec: ExpertsSpec, width: int, examples: int, count: int) -> PassFlops:
+    return _mlp(examples, (count * width, *spec.mlp_widths, spec.tokens * width))
+
+
+def _among(spec: ExpertsSpec, width: int, examples: int, count: int) -> PassFlops:
+    rows = examples * count
+    total = _linear(rows, width, 3 * width) + _linear(rows, width, width)
+    # Scores and what they weigh, of all heads together.
+    total += _linear(rows, width, count) + _linear(rows, count, width)
+    return total + _linear(examples * width, count, spec.tokens)
+
+
+_EXPERTS = {"wukong": _wukong, "cross": _cross, "dot": _dot, "mlp": _deep, "attention": _among}
 
 
 def _heads(spec: HeadsSpec, schema: BatchSchema, examples: int, width: int) -> PassFlops:
@@ -363,14 +422,8 @@ def _din(
             hidden=0,
         )
         widths = (4 * spec.width, *spec.attention_widths, 1)
-        mean = {
-            "batch": examples,
-            "total_tokens": tokens,
-            "width": spec.width,
-            "element_bytes": 4,
-        }
-        parts[f"attention.stream_{stream.name}"] = _mlp(tokens, widths) + PassFlops(
-            jagged_mean_cost(**mean).flops, jagged_mean_backward_cost(**mean).flops
+        parts[f"attention.stream_{stream.name}"] = _mlp(tokens, widths) + _mean(
+            examples, tokens, spec.width
         )
     width = len(schema.ids) * embedding_dim + len(schema.numbers)
     parts["heads"] = _heads(spec.heads, schema, examples, width + len(schema.streams) * spec.width)

@@ -3,7 +3,8 @@
     tokens     x ← one for each feature         s ← one for each event of every stream
     layer      interaction:  s ← GDPA-PFFN(s, summary of x)    h ← pooling of s
                transformer:  s ← s + self-attention(s)         h as it was
-               both:         x ← Σ experts(part of x ‖ h) + x
+               both:         one after the other
+               each:         x ← Σ experts(part of x ‖ h) + x
     heads      logits ← MLP(x ‖ h) + linear(numbers)
 
 Single-device code: parallelism wraps it from outside. Left out: losses (`gem.model.heads`) and
@@ -19,24 +20,30 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from gem.data.batch import ExampleBatch
+from gem.data.batch import ExampleBatch, StreamBatch
 from gem.data.schema import BatchSchema, StreamInput
 from gem.model.heads import Shortcut, TaskHeads
 from gem.model.interaction import ExpertMixture, Summary
-from gem.model.sequence import StreamInteraction, StreamTransformer, visible_pairs_of
+from gem.model.sequence import (
+    StreamBoth,
+    StreamInteraction,
+    StreamTransformer,
+    visible_pairs_of,
+)
 from gem.model.spec import GemSpec, StreamSpec
 from gem.model.structure import (
     check_schema,
     head_width,
     module_key,
     pooled_tokens,
+    reads_summary,
     reduce_schema,
     streams_read,
     takes_part,
 )
 from gem.model.tables import batch_ids, batch_streams, build_tables
 from gem.model.tokenize import Columns, EventTokens, FeatureTokens, latest_events
-from gem_jagged.batch import Layout
+from gem_jagged.batch import Jagged, Layout
 from gem_parallel.side_stream import SideStream
 
 
@@ -84,7 +91,6 @@ class GemLayer(nn.Module):
         # Where experts of a transformer layer run beside its streams; None: behind them.
         self.side: SideStream | None = None
         taking_part = [stream for stream in streams if takes_part(spec, stream.name, index)]
-        gated = spec.transformer_gate
         self.summary = (
             Summary(
                 tokens,
@@ -93,23 +99,11 @@ class GemLayer(nn.Module):
                 hidden=spec.summary_hidden,
                 activation=spec.activation,
             )
-            if taking_part and (self.kind == "interaction" or gated)
+            if reads_summary(spec, streams, index)
             else None
         )
         self.streams = nn.ModuleDict(
-            {
-                module_key(stream.name): (
-                    StreamInteraction(spec.stream_spec(stream.name), spec.width, stream.max_events)
-                    if self.kind == "interaction"
-                    else StreamTransformer(
-                        spec.layer_stream_spec(stream.name, index),
-                        spec.width,
-                        summary_tokens=spec.summary_tokens,
-                        gated=gated,
-                    )
-                )
-                for stream in taking_part
-            }
+            {module_key(s.name): _stream_layer(spec, s, index) for s in taking_part}
         )
         self.experts = ExpertMixture(
             tokens,
@@ -147,6 +141,17 @@ class GemLayer(nn.Module):
                     state.x_TD, state.layout, context_BND, candidate_BD
                 )
                 after[name] = replace(state, x_TD=x_TD, summary_BPD=summary_BPD)
+            elif self.kind == "both":
+                both = cast(StreamBoth, self.streams[key])
+                x_TD, summary_BPD = both(
+                    state.x_TD,
+                    state.layout,
+                    context_BND,
+                    candidate_BD,
+                    state.gap_seconds_T,
+                    visible_pairs=state.visible_pairs[both.transformer.pattern],
+                )
+                after[name] = replace(state, x_TD=x_TD, summary_BPD=summary_BPD)
             else:
                 stream = cast(StreamTransformer, self.streams[key])
                 x_TD = stream(
@@ -160,6 +165,21 @@ class GemLayer(nn.Module):
         if beside is not None:  # the summaries are those that came in
             return beside(self.experts), after
         return self.experts(x_BND, join_summaries(x_BND, after)), after
+
+
+def _stream_layer(spec: GemSpec, stream: StreamInput, index: int) -> nn.Module:
+    """What a stream runs in a layer."""
+    own, kind = spec.layer_stream_spec(stream.name, index), spec.layers[index]
+    if kind == "transformer":
+        return StreamTransformer(
+            own,
+            spec.width,
+            summary_tokens=spec.summary_tokens,
+            gated=spec.transformer_gate,
+            activation=spec.activation,
+        )
+    make = StreamInteraction if kind == "interaction" else StreamBoth
+    return make(own, spec.width, stream.max_events, activation=spec.activation)
 
 
 class GemModel(nn.Module):
@@ -226,10 +246,7 @@ class GemModel(nn.Module):
         Raises:
             DataError: the batch lacks a stream or an input of the schema.
         """
-        streams = {
-            name: latest_events(events, self.spec.stream_spec(name).max_events)
-            for name, events in batch_streams(batch, self.read).items()
-        }
+        streams = self._streams(batch)
         embedded = self.tables(batch_ids(self.schema, batch, streams))
         numbers_BD = self.numbers(batch.numbers_BD)
         x_BND = self.features(embedded, numbers_BD)
@@ -258,6 +275,23 @@ class GemModel(nn.Module):
         if self.shortcut is not None:
             logits_BA = logits_BA + self.shortcut(numbers_BD)
         return logits_BA
+
+    def table_ids(self, batch: ExampleBatch) -> dict[str, Jagged]:
+        """Give the ids that ``forward`` looks up.
+
+        Args:
+            batch: as for ``forward``.
+
+        Returns:
+            feature name -> ids.
+        """
+        return batch_ids(self.schema, batch, self._streams(batch))
+
+    def _streams(self, batch: ExampleBatch) -> dict[str, StreamBatch]:
+        return {
+            name: latest_events(events, self.spec.stream_spec(name).max_events)
+            for name, events in batch_streams(batch, self.read).items()
+        }
 
     def _patterns(self, stream: str) -> list[StreamSpec]:
         """Settings of a stream in its layers, one of each pattern; one where it has no layer."""

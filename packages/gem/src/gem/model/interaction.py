@@ -1,8 +1,9 @@
-"""The non-sequence side of a layer: a mixture of Wukong experts over tokens and summaries.
+"""The non-sequence side of a layer: a mixture of experts over tokens and summaries.
 
 Every example visits every expert; there is no router. Each expert reads a fixed part of the
 tokens beside the pooled summaries of the streams, and their outputs are summed, so that experts
-may live on different devices with nothing but dense collectives between them.
+may live on different devices with nothing but dense collectives between them. Here is Wukong's
+expert; those of other models are in `gem.model.expert_kinds`.
 
 Source: Wukong (arXiv:2403.02545) for the expert, DHEN (arXiv:2203.11014) for the sum and its
 shortcut, Kunlun (arXiv:2602.10016) for the mixture and the summary.
@@ -10,44 +11,19 @@ shortcut, Kunlun (arXiv:2602.10016) for the mixture and the summary.
 
 from collections.abc import Callable
 from functools import reduce
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from gem.model.spec import ExpertsSpec, MlpActivation
+from gem.model.expert_gradients import in_halves, inputs_beside, pair_products_beside
+from gem.model.expert_kinds import EXPERTS
+from gem.model.expert_spec import ExpertsSpec
+from gem.model.spec import MlpActivation
 from gem.model.structure import expert_parts
+from gem.model.token_linear import TokenLinear
 from gem_opkit.errors import ConfigError, refusal
 from gem_precision.layers import LayerNorm, Mlp, RmsNorm
-
-
-class TokenLinear(nn.Module):
-    """Mix tokens linearly, each model dim alike: out[b, m] = Σ_n weight[m, n] x[b, n].
-
-    Args:
-        inputs: tokens that come in.
-        outputs: tokens that go out.
-    """
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(outputs, inputs) * inputs**-0.5)
-
-    def forward(self, x_BND: Tensor) -> Tensor:
-        """Mix the tokens.
-
-        Args:
-            x_BND: tokens.
-
-        Returns:
-            tokens (B, outputs, D).
-        """
-        # A batched product with a broadcast weight: a plain matmul would first copy the tokens
-        # into a transposed layout, which costs more than the product at these sizes. On a GPU it
-        # is cast before it is broadcast; autocast would cast what each example reads.
-        weight = self.weight.to(x_BND.dtype) if x_BND.is_cuda else self.weight
-        return torch.bmm(weight.expand(x_BND.shape[0], -1, -1), x_BND)
 
 
 class Summary(nn.Module):
@@ -143,33 +119,7 @@ class AttentiveProjection(nn.Module):
         return flat.view(x_BND.shape[0], self.tokens, self.rank)
 
 
-class _PairProducts(torch.autograd.Function):
-    """(X Xᵀ) Y of each example, by way of all pairs of its tokens.
-
-    Of N tokens as wide as D the pairs are N² numbers, and Xᵀ Y would be D · rank of them. Every
-    product that reads X reads it once and writes something small, or the gradient of X; that is one
-    product with dG + dGᵀ, where autograd would add up two, one of them transposed.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x_BND: Tensor, y: Tensor) -> Tensor:
-        pairs = torch.bmm(x_BND, x_BND.transpose(1, 2))  # (B, N, N)
-        ctx.save_for_backward(x_BND, y, pairs)
-        return torch.bmm(pairs, y)
-
-    @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator's own type
-        ctx: Any, grad: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        x_BND, y, pairs = ctx.saved_tensors
-        grad_pairs = torch.bmm(grad, y.transpose(1, 2))
-        both = grad_pairs + grad_pairs.transpose(1, 2)
-        # The pairs are symmetric.
-        return torch.bmm(both, x_BND), torch.bmm(pairs, grad)
-
-
-def pair_products(x_BND: Tensor, y: Tensor) -> Tensor:
+def pair_products(x_BND: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Multiply pairs of tokens, compressed: X Xᵀ Y of each example.
 
     Args:
@@ -177,14 +127,13 @@ def pair_products(x_BND: Tensor, y: Tensor) -> Tensor:
         y: Y, (B, N, rank).
 
     Returns:
-        (B, N, rank). On a GPU in bf16, of tokens that are fewer than they are wide, by way of all
-        pairs; else by way of Xᵀ Y, which the FLOPs of the model count.
+        (B, N, rank), and X for the one product that reads it besides. On a GPU in bf16, of tokens
+        that are fewer than they are wide, by way of all pairs; else by way of Xᵀ Y, which the FLOPs
+        of the model count.
     """
-    few = 2 * x_BND.shape[1] <= x_BND.shape[2]
-    in_halves = x_BND.is_cuda and x_BND.dtype == y.dtype == torch.bfloat16
-    if few and in_halves and not torch.compiler.is_compiling():
-        return _PairProducts.apply(x_BND, y)
-    return torch.bmm(x_BND, torch.bmm(x_BND.transpose(1, 2), y))
+    if 2 * x_BND.shape[1] <= x_BND.shape[2] and in_halves(x_BND, y):
+        return pair_products_beside(x_BND, y)
+    return torch.bmm(x_BND, torch.bmm(x_BND.transpose(1, 2), y)), x_BND
 
 
 class FactorisationBlock(nn.Module):
@@ -231,10 +180,20 @@ class FactorisationBlock(nn.Module):
         Returns:
             tokens (B, fm_tokens, D).
         """
-        batch = x_BND.shape[0]
-        pairs = pair_products(x_BND, self.make_y(x_BND))
+        return self.beside(x_BND)[0]
+
+    def beside(self, x_BND: Tensor) -> tuple[Tensor, Tensor]:
+        """Interact, and give the tokens on.
+
+        Args:
+            x_BND: tokens.
+
+        Returns:
+            tokens (B, fm_tokens, D), and those that came in, as `pair_products` gives them.
+        """
+        pairs, x_BND = pair_products(x_BND, self.make_y(x_BND))
         mixed = self.mlp(self.norm(pairs.flatten(1)))
-        return mixed.view(batch, self.fm_tokens, self.width)
+        return mixed.view(x_BND.shape[0], self.fm_tokens, self.width), x_BND
 
 
 class WukongExpert(nn.Module):
@@ -272,7 +231,19 @@ class WukongExpert(nn.Module):
         Returns:
             tokens (B, fm_tokens + linear_tokens, D); a part of the sum over experts.
         """
-        return torch.cat([self.factorise(x_BND), self.compress(x_BND)], dim=1)
+        return torch.cat(self.halves(x_BND), dim=1)
+
+    def halves(self, x_BND: Tensor) -> tuple[Tensor, Tensor]:
+        """Interact, with the output in its two parts.
+
+        Args:
+            x_BND: this expert's tokens.
+
+        Returns:
+            tokens (B, fm_tokens, D) and (B, linear_tokens, D).
+        """
+        mixed, x_BND = self.factorise.beside(x_BND)
+        return mixed, self.compress(x_BND)
 
 
 def sum_of_experts(experts: nn.ModuleList, parts: list[Tensor]) -> Tensor:
@@ -285,6 +256,10 @@ def sum_of_experts(experts: nn.ModuleList, parts: list[Tensor]) -> Tensor:
     Returns:
         the sum (B, tokens, D).
     """
+    if all(type(expert) is WukongExpert for expert in experts):
+        # Summed in their parts, which are joined once.
+        halves = [cast(WukongExpert, e).halves(p) for e, p in zip(experts, parts, strict=True)]
+        return torch.cat([reduce(torch.add, half) for half in zip(*halves, strict=True)], dim=1)
     return reduce(torch.add, (expert(part) for expert, part in zip(experts, parts, strict=True)))
 
 
@@ -318,7 +293,7 @@ class ExpertMixture(nn.Module):
     ) -> None:
         super().__init__()
         self.parts = expert_parts(tokens, spec)
-        self.tokens = spec.fm_tokens + spec.linear_tokens
+        self.tokens = spec.tokens
         sizes = [len(range(tokens)[part]) + summary_tokens for part in self.parts]
         if min(sizes) == 0:
             raise ConfigError(
@@ -330,9 +305,10 @@ class ExpertMixture(nn.Module):
                     fix='use fewer experts or partition = "all"',
                 )
             )
+        makers = {"wukong": WukongExpert, **EXPERTS}
         self.experts = nn.ModuleList(
-            WukongExpert(size, width, spec, activation=activation, dropout=dropout)
-            for size in sizes
+            makers[spec.kind(place)](size, width, spec, activation=activation, dropout=dropout)
+            for place, size in enumerate(sizes)
         )
         # Where the counts agree the shortcut is the identity, else a linear compression.
         self.shortcut = None
@@ -341,6 +317,7 @@ class ExpertMixture(nn.Module):
                 nn.Identity() if tokens == self.tokens else TokenLinear(tokens, self.tokens)
             )
         self.norm = RmsNorm(width)
+        self._apart = spec.partition != "all"  # each token is read by one expert
         self.run: Callable[[nn.ModuleList, list[Tensor]], Tensor] = sum_of_experts
 
     def inputs(self, x_BND: Tensor, summary_BPD: Tensor) -> list[Tensor]:
@@ -365,5 +342,9 @@ class ExpertMixture(nn.Module):
         Returns:
             the next layer's tokens (B, fm_tokens + linear_tokens, D).
         """
-        out = self.run(self.experts, self.inputs(x_BND, summary_BPD))
+        if self.shortcut is not None and self._apart and in_halves(x_BND, summary_BPD):
+            given, x_BND = inputs_beside(x_BND, summary_BPD, self.parts)
+        else:
+            given = self.inputs(x_BND, summary_BPD)
+        out = self.run(self.experts, given)
         return self.norm(out, before=None if self.shortcut is None else self.shortcut(x_BND))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gem_embeddings.contract import LookupSpec, TableSpec
 from gem_embeddings.counters import TableCounts
-from gem_embeddings.engine import TableEngine
+from gem_embeddings.engine import StartedLookup, TableEngine
 from gem_jagged.batch import Jagged
 
 
@@ -91,6 +91,7 @@ class ShardedTables(nn.Module):
         self.engine = engine
         self.keys = dict(keys)
         self.counts = EngineCounts(engine)
+        self._held: StartedLookup | None = None
         self.out_of_range: Tensor
         counts = torch.zeros(len(engine.specs), dtype=torch.int64, device=engine.world.device)
         self.register_buffer("out_of_range", counts)
@@ -118,6 +119,14 @@ class ShardedTables(nn.Module):
         """Return nothing: the rows are no parameters."""
         return []
 
+    def hold(self, started: StartedLookup) -> None:
+        """Give the next forward pass of training what was started of its ids.
+
+        Args:
+            started: by the engine, of the ids that the pass will be given.
+        """
+        self._held = started
+
     def forward(
         self, ids: Mapping[str, Jagged], weights: Mapping[str, Tensor] | None = None
     ) -> dict[str, Tensor]:
@@ -133,7 +142,10 @@ class ShardedTables(nn.Module):
         Raises:
             DataError: bad ids on any rank of the sharding group; every rank of it raises.
         """
-        found = self.engine(ids, weights)
+        started = None
+        if self.training:
+            started, self._held = self._held, None
+        found = self.engine(ids, weights) if started is None else self.engine(started)
         for place, feature, rows in self._watched:
             ids_I = ids[feature].values
             outside_I = (ids_I < 0) | (ids_I >= rows)

@@ -9,20 +9,19 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from gem_attention.contract import GdpaActivation, Rotary, ScaleRule
+from gem.model.expert_spec import ExpertsSpec
+from gem.model.stream_spec import Dropout, StreamSpec, Width
 from gem_opkit.contract import Contract
 
 MlpActivation = Literal["relu", "gelu", "silu", "identity"]
-LayerKind = Literal["interaction", "transformer"]
+LayerKind = Literal["interaction", "transformer", "both"]
 LeftOut = Annotated[
     tuple[str, ...],
     Field(
         description="inputs that the model does not read: id features and numbers by name, "
-        'fields of events as "stream.field"'
+        'fields of events as "stream.field"; a star stands for any characters, as in "content_*"'
     ),
 ]
-Dropout = Annotated[float, Field(ge=0, lt=1, description="share of values set to 0 in training")]
-Width = Annotated[int, Field(gt=0)]
 
 
 class EmbeddingSpec(Contract):
@@ -83,108 +82,6 @@ class NumbersSpec(Contract):
         return self
 
 
-class StreamSpec(Contract):
-    """One event stream; each stream has settings of its own (event-level personalisation)."""
-
-    width: Width = Field(default=64, description="width of an event token")
-    heads: int = Field(default=2, gt=0, description="attention heads; they divide the width")
-    layers: tuple[int, ...] | None = Field(
-        default=None,
-        description="indices of the model's layers that the stream takes part in; None for all, "
-        "() leaves the stream out; elsewhere its last summary is used again",
-    )
-    max_events: int | None = Field(
-        default=None, gt=0, description="latest events that are used; None for all in the batch"
-    )
-    summary_tokens: int = Field(default=4, ge=0, description="tokens of hierarchical seed pooling")
-    seeds: int = Field(default=8, gt=0, description="learned queries of seed pooling")
-    kron_rank: int = Field(default=2, gt=0, description="terms of the sum of Kronecker products")
-    target_tokens: int = Field(
-        default=1,
-        ge=0,
-        description="pooled tokens whose queries are made from the candidate; 0 for none",
-    )
-    pattern: Literal["window", "block", "full"] = Field(
-        default="window", description="which events self-attention sees"
-    )
-    full_layers: tuple[int, ...] = Field(
-        default=(),
-        description="indices of transformer layers whose self-attention sees all events, whatever "
-        "the pattern of the others",
-    )
-    window_tokens: int = Field(default=32, gt=0, description="events seen on each side: window")
-    block_tokens: int = Field(default=64, gt=0, description="events of a block: block")
-    gdpa_activation: GdpaActivation | tuple[GdpaActivation, ...] = Field(
-        default="gelu", description="in place of softmax; one name, or one for each head"
-    )
-    gdpa_scale: ScaleRule = Field(
-        default="inverse_max_tokens", description="factor of the scores of GDPA"
-    )
-    qk_norm: bool = Field(default=True, description="normalise q and k of every head")
-    rotary: Rotary = Field(default="rote", description="rotation of q and k in self-attention")
-    rote_time_scale_s: float = Field(
-        default=60.0, gt=0, description="t of the angle log(1 + gap / t), seconds"
-    )
-    gap_buckets: int = Field(
-        default=8, ge=0, description="knots of the embedding of the log time gap; 0 for none"
-    )
-    token_hidden: int = Field(
-        default=0, ge=0, description="hidden width of the event's MLP; 0 for one linear map"
-    )
-    dropout: Dropout = 0.0
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.width % self.heads:
-            raise ValueError(
-                f"heads must divide width; got heads={self.heads} and width={self.width}; "
-                f"choose width as a multiple"
-            )
-        if self.rotary != "none" and (self.width // self.heads) % 2:
-            raise ValueError(
-                f"width / heads must be even under rotary; got {self.width // self.heads}; "
-                f'change width or set rotary = "none"'
-            )
-        if isinstance(self.gdpa_activation, tuple) and len(self.gdpa_activation) != self.heads:
-            raise ValueError(
-                f"gdpa_activation must name one activation for each of {self.heads} heads; "
-                f"got {len(self.gdpa_activation)}; give one name for all of them"
-            )
-        if self.gap_buckets == 1:
-            raise ValueError("gap_buckets must be 0 or at least 2; got 1; one knot is a constant")
-        if self.layers is not None and list(self.layers) != sorted(set(self.layers)):
-            raise ValueError(
-                f"layers must be rising indices; got {self.layers}; sort them, each once"
-            )
-        if self.layers != () and self.summary_tokens + self.target_tokens == 0:
-            raise ValueError(
-                "summary_tokens + target_tokens must be at least 1; got 0; "
-                "set layers = [] to leave the stream out"
-            )
-        return self
-
-
-class ExpertsSpec(Contract):
-    """The mixture of Wukong experts of a layer."""
-
-    count: int = Field(default=2, gt=0, description="experts; their outputs are summed")
-    partition: Literal["interleaved", "contiguous", "all"] = Field(
-        default="interleaved",
-        description="which tokens an expert reads beside the pooled summaries: every count-th, "
-        "one run of them, or all",
-    )
-    fm_tokens: int = Field(default=8, gt=0, description="n_F, tokens of the factorisation block")
-    linear_tokens: int = Field(default=8, gt=0, description="n_L, tokens of linear compression")
-    rank: int = Field(default=8, gt=0, description="k, columns of Y in X (X^T Y)")
-    projection: Literal["learned", "attentive"] = Field(
-        default="learned", description="Y is a parameter, or made from compressed tokens"
-    )
-    mlp_widths: tuple[Width, ...] = Field(
-        default=(128,), description="hidden widths of the factorisation block's MLP"
-    )
-    residual: bool = Field(default=True, description="add the layer's own tokens, compressed")
-
-
 class HeadsSpec(Contract):
     """From the last tokens to one logit a task."""
 
@@ -222,7 +119,8 @@ class GemSpec(Contract):
         default=("interaction", "transformer", "interaction"),
         min_length=1,
         description="interaction: GDPA-PFFN and a fresh summary of every stream; transformer: "
-        "self-attention, the summary is used again; both run the experts",
+        "self-attention, the summary is used again; both: one after the other, without the saving "
+        "of alternating layers; each of them runs the experts",
     )
     summary_tokens: int = Field(
         default=4, gt=0, description="n_sum, tokens of the non-sequence summary"
@@ -277,18 +175,24 @@ class GemSpec(Contract):
                     f"{name}.layers must index the {len(self.layers)} layers of the model; got "
                     f"{stream.layers}; use 0 to {len(self.layers) - 1}"
                 )
-            if self.layers[indices[-1]] != "interaction":
+            if self.layers[indices[-1]] == "transformer":
                 raise ValueError(
                     f"{name}: its last layer must be an interaction layer; got layer "
                     f"{indices[-1]}, a transformer layer; nothing would read its events"
                 )
-            taken = [i for i in indices if self.layers[i] == "transformer"]
+            taken = [i for i in indices if self.layers[i] != "interaction"]
             if set(stream.full_layers) - set(taken):
                 raise ValueError(
                     f"{name}.full_layers must name transformer layers that the stream takes part "
                     f"in, {', '.join(map(str, taken)) or 'of which there is none'}; got "
                     f"{stream.full_layers}; leave the others out"
                 )
+        heads = self.experts.attention_heads
+        if "attention" in self.experts.kinds and self.width % heads:
+            raise ValueError(
+                f"experts.attention_heads must divide width; got {heads} and width={self.width}; "
+                "change one of them"
+            )
         return self
 
     def stream_spec(self, name: str) -> StreamSpec:

@@ -4,10 +4,12 @@ Torch-free, because the modules and the FLOP counts must agree on it.
 """
 
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from itertools import pairwise
 
 from gem.data.schema import BatchSchema, StreamInput
-from gem.model.spec import DinSpec, ExpertsSpec, GemSpec
+from gem.model.expert_spec import ExpertsSpec
+from gem.model.spec import DinSpec, GemSpec
 from gem_opkit.errors import ConfigError, refusal
 
 
@@ -28,26 +30,33 @@ def reduce_schema(schema: BatchSchema, leave_out: tuple[str, ...]) -> BatchSchem
 
     Args:
         schema: all inputs of the data set.
-        leave_out: names of id features and numbers; "stream.field" for fields of events.
+        leave_out: names of id features and numbers; "stream.field" for fields of events. A star
+            stands for any characters, as in "content_*" and "*.content_*".
 
     Returns:
         the schema without them.
 
     Raises:
-        ConfigError: a name that is not an input.
+        ConfigError: a name that is no input, or a pattern that none has.
     """
-    gone = set(leave_out)
     known = {source.name for source in schema.ids} | set(schema.numbers)
     for stream in schema.streams:
         fields = [source.name for source in stream.ids] + list(stream.numbers)
         known |= {f"{stream.name}.{field}" for field in fields}
-    if gone - known:
+    # A star does not reach over the dot between a stream and its field.
+    found = {
+        name: {k for k in known if k.count(".") == name.count(".") and fnmatchcase(k, name)}
+        for name in leave_out
+    }
+    gone = {name for names in found.values() for name in names}
+    unknown = sorted(name for name, names in found.items() if not names)
+    if unknown:
         raise ConfigError(
             refusal(
                 "build_model",
                 "leave_out",
                 must=f"name inputs of the data set ({', '.join(sorted(known))})",
-                got=", ".join(sorted(gone - known)),
+                got=", ".join(unknown),
                 fix="correct or remove them",
             )
         )
@@ -113,6 +122,24 @@ def takes_part(spec: GemSpec, stream: str, index: int) -> bool:
     return layers is None or index in layers
 
 
+def reads_summary(spec: GemSpec, streams: tuple[StreamInput, ...], index: int) -> bool:
+    """Say whether a stream reads the non-sequence summary in a layer.
+
+    Args:
+        spec: the model.
+        streams: the streams that it reads.
+        index: which layer.
+
+    Returns:
+        True if one takes part in it whose events read it: by GDPA, or through the gate of a
+        transformer layer.
+    """
+    own = [spec.stream_spec(s.name) for s in streams if takes_part(spec, s.name, index)]
+    if spec.layers[index] == "transformer":
+        return bool(own) and spec.transformer_gate
+    return any(stream.ffn == "gdpa" for stream in own)
+
+
 def feature_tokens(spec: GemSpec, schema: BatchSchema) -> int:
     """Count the tokens that enter the first layer.
 
@@ -137,14 +164,13 @@ def pooled_tokens(spec: GemSpec, streams: tuple[StreamInput, ...], index: int) -
         index: which layer.
 
     Returns:
-        tokens; a stream without an interaction layer so far has none.
+        tokens; a stream that no layer has pooled so far has none.
     """
-    pooling = [i for i in range(index + 1) if spec.layers[i] == "interaction"]
+    pooling = [i for i in range(index + 1) if spec.layers[i] != "transformer"]
     total = 0
     for stream in streams:
         if any(takes_part(spec, stream.name, earlier) for earlier in pooling):
-            own = spec.stream_spec(stream.name)
-            total += own.summary_tokens + own.target_tokens
+            total += spec.stream_spec(stream.name).tokens
     return total
 
 
@@ -159,7 +185,7 @@ def head_width(spec: GemSpec, schema: BatchSchema, streams: tuple[StreamInput, .
     Returns:
         the last layer's tokens and the pooled ones, flattened, and the numbers.
     """
-    tokens = spec.experts.fm_tokens + spec.experts.linear_tokens
+    tokens = spec.experts.tokens
     tokens += pooled_tokens(spec, streams, len(spec.layers) - 1)
     return tokens * spec.width + (len(schema.numbers) if spec.numbers.trunk else 0)
 

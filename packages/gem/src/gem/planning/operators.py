@@ -9,8 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gem.model.expert_spec import ExpertsSpec
 from gem.model.flops import PassFlops
-from gem.model.spec import ExpertsSpec, GemSpec, StreamSpec
+from gem.model.spec import GemSpec
+from gem.model.stream_spec import StreamSpec
 from gem_attention.costs import (
     block_attention_backward_cost,
     block_attention_cost,
@@ -169,25 +171,26 @@ def pooling_attention(spec: GemSpec, own: StreamSpec, sizes: Sizes) -> list[Oper
         one operator for each of them that the stream has.
     """
     heads, tokens = _heads(own, sizes.element_bytes), sizes.tokens
-    found = [
-        _attention(
-            "gdpa",
-            generalized_attention_cost,
-            generalized_attention_backward_cost,
-            {
-                "visible_pairs": spec.summary_tokens * tokens,
-                "q_tokens": tokens,
-                "k_tokens": sizes.examples * spec.summary_tokens,
-                **heads,
-            },
+    found: list[Operator] = []
+    if own.ffn == "gdpa":
+        given = {
+            "visible_pairs": spec.summary_tokens * tokens,
+            "q_tokens": tokens,
+            "k_tokens": sizes.examples * spec.summary_tokens,
+            **heads,
+        }
+        found.append(
+            _attention(
+                "gdpa", generalized_attention_cost, generalized_attention_backward_cost, given
+            )
         )
-    ]
-    if own.summary_tokens:
-        given = {"batch": sizes.examples, "seeds": own.seeds, "k_tokens": tokens, **heads}
+    if own.summary_tokens and own.pooling != "mean":
+        seeds = own.seeds if own.pooling == "hsp" else own.summary_tokens
+        given = {"batch": sizes.examples, "seeds": seeds, "k_tokens": tokens, **heads}
         found.append(
             _attention("pooled", pooled_attention_cost, pooled_attention_backward_cost, given)
         )
-    if own.target_tokens:
+    if own.target_tokens and own.target_attention == "softmax":
         given = {
             "visible_pairs": own.target_tokens * tokens,
             "q_tokens": sizes.examples * own.target_tokens,

@@ -6,7 +6,9 @@ A test holds them to the real modules. In the order of the forward pass, by unit
 from collections.abc import Sequence
 
 from gem.data.schema import BatchSchema, StreamInput
-from gem.model.spec import ExpertsSpec, GemSpec, StreamSpec
+from gem.model.expert_spec import ExpertsSpec
+from gem.model.spec import GemSpec
+from gem.model.stream_spec import StreamSpec
 from gem.model.structure import (
     expert_parts,
     feature_tokens,

@@ -11,6 +11,7 @@ from gem.config import RunConfig
 from gem.data.schema import BatchSchema
 from gem.model.flops import PassFlops, experts_flops, training_flops
 from gem.model.spec import GemSpec
+from gem.model.stream_spec import StreamSpec
 from gem.model.structure import head_width, module_key, reduce_schema, streams_read, takes_part
 from gem.planning.lengths import LengthLaw, id_laws, length_laws
 from gem.planning.operators import (
@@ -83,6 +84,7 @@ def work_of(
                 fix="plan for the hybrid model; the comparison model fits one device",
             )
         )
+    _refuse_uncounted(spec)
     element = _element_bytes(config)
     whole = declared_schema(config) if schema is None else schema
     examples = config.train.batch_examples if examples is None else examples
@@ -117,6 +119,30 @@ def work_of(
         * max((s.tokens * spec.stream_spec(n).width for n, s in sizes.items()), default=0),
         micro_batches=config.train.accumulation_parts,
     )
+
+
+def _refuse_uncounted(spec: GemSpec) -> None:
+    """Refuse parts of other models, whose bytes nobody has counted, by the names of their keys."""
+    streams = [("stream", spec.stream), *((f"streams.{n}", s) for n, s in spec.streams.items())]
+    plain = StreamSpec()
+    wanted = [
+        (f"{where}.{key}", getattr(own, key), getattr(plain, key))
+        for where, own in streams
+        for key in ("ffn", "pooling", "recent_tokens", "target_attention", "ffn_hidden")
+    ]
+    wanted += [("layers", kind, "interaction") for kind in spec.layers if kind == "both"]
+    wanted += [("experts.kinds", kind, "wukong") for kind in spec.experts.kinds]
+    for key, got, counted in wanted:
+        if got != counted:
+            raise UnsupportedError(
+                refusal(
+                    "gem plan",
+                    f"model.{key}",
+                    must=f"be {counted!r}, whose bytes are counted",
+                    got=repr(got),
+                    fix="plan for the hybrid model; FLOPs of the others are in the log of a run",
+                )
+            )
 
 
 def _element_bytes(config: RunConfig) -> int:

@@ -78,11 +78,11 @@ def report_html(runs: Sequence[RunRecord]) -> str:
     )
     template = environment.from_string((room / "page.html.jinja").read_text(encoding="utf-8"))
     return template.render(
-        style=_Safe((room / "page.css").read_text(encoding="utf-8")), **_content(groups, runs)
+        style=Safe((room / "page.css").read_text(encoding="utf-8")), **_content(groups, runs)
     )
 
 
-class _Safe(str):
+class Safe(str):
     """Text of this package's own, which the template takes as it is."""
 
     __slots__ = ()
@@ -183,7 +183,7 @@ def _shown(figure: Figure) -> dict[str, Any]:
     return {
         "title": figure.title,
         "text": figure.text,
-        "drawings": [_Safe(drawing) for drawing in figure.drawings],
+        "drawings": [Safe(drawing) for drawing in figure.drawings],
         "legend": figure.legend,
         "headers": figure.headers,
         "rows": figure.rows,

@@ -20,6 +20,7 @@ from gem_embeddings.checkpoint_files import Whole
 from gem_embeddings.engine import TableEngine
 from gem_embeddings.pieces import local_pieces
 from gem_opkit.errors import DataError, refusal
+from gem_precision.gathered import trained_numbers
 
 
 def engine_of(model: nn.Module) -> TableEngine | None:
@@ -56,7 +57,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
                     fix="register it as a buffer",
                 )
             )
-        found[f"model/{name}"] = value
+        found[f"model/{name}"] = trained_numbers(value)
     rows = {n: t for n, t in table_tensors(model).items() if n.startswith("model/")}
     return {**found, **rows}
 

@@ -6,7 +6,7 @@ a weight that the next forward pass multiplies with. That one need not cast the 
 gradient stays in bf16, the format in which the product gave it: no value differs from autocast's.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -93,22 +93,25 @@ class WorkingWeights:
     Projections with products below bf16 are left out, and weights that do not learn.
 
     Args:
-        model: whole on this device. Its projections must run in bf16 under autocast.
+        model: on this device. Its projections must run in bf16 under autocast.
+        only: weights that may have a copy; None for all. Gradients of those that are named here
+            reach the weights by somebody else, who merges ranks (`gem_parallel.dense.parallelise`).
 
     Attributes:
         copies: parameter -> its copy.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, only: Collection[nn.Parameter] | None = None) -> None:
         self._by_name: dict[str, tuple[nn.Parameter, Tensor, list[int]]] = {}
         self.copies: dict[nn.Parameter, Tensor] = {}
         for name, module in model.named_modules():
             if not isinstance(module, Projection) or module.formats is not None:
                 continue
             weight = cast(nn.Parameter, module.weight)
-            if weight.requires_grad:
-                # So that a gradient in bf16 may stand beside the weight in fp32.
-                weight.grad, weight.grad_dtype = None, torch.bfloat16
+            if weight.requires_grad and (only is None or weight in only):
+                if only is None:
+                    # So that a gradient in bf16 may stand beside the weight in fp32.
+                    weight.grad, weight.grad_dtype = None, torch.bfloat16
                 self._copy(f"{name}.weight" if name else "weight", weight)
 
     def _copy(self, name: str, weight: nn.Parameter) -> None:

@@ -7,6 +7,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from gem_precision.gathered import trained_numbers
+
 
 def local_part(tensor: Tensor) -> Tensor:
     """View the part of a tensor that lies on this rank; a plain tensor is all its part.
@@ -14,7 +16,7 @@ def local_part(tensor: Tensor) -> Tensor:
     Args:
         tensor: plain, or a DTensor.
     """
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return trained_numbers(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
 
 
 def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -12,8 +12,10 @@ from gem.report.page import write_report
 from gem.train.clock import StepClock
 from gem.train.diagnostics import Diagnostics
 from gem.train.held_out import finish
+from gem.train.inputs_ahead import Arrived, copied_ahead, pinned
 from gem.train.interim import check_interim, evaluate, is_due
 from gem.train.interrupt import TIME_IS_UP, Interrupted, StopRequest
+from gem.train.later_passes import begin_pass
 from gem.train.log_rows import LogRows, flush, keep_batch, row_is_due, row_stays, stopped_by
 from gem.train.progress import Display, StepBar
 from gem.train.run import (
@@ -130,7 +132,7 @@ def _train_steps(run: Run, rows: LogRows, saver: Saver, trace: Trace) -> None:
         f"train {to_take} steps of {spec.batch_examples} examples in time order on "
         f"{run.world.size} x {device_name(run.world.device)}"
     )
-    tasks = run.reader.schema.labels
+    tasks, device = run.reader.schema.labels, run.world.device
     if not run.trained:
         count = len(tasks)
         loss = "loss" if count == 1 else f"loss, weighted and summed over {count} tasks"
@@ -144,9 +146,11 @@ def _train_steps(run: Run, rows: LogRows, saver: Saver, trace: Trace) -> None:
         if is_due(run):  # the run was stopped amid it
             _evaluate_and_save(run, rows, saver, bar)
         while not run.trained:
+            begin_pass(run)
             source = run.reader.batches("train", start_step=state.step % steps_a_pass)
-            with read_ahead(source, spec) as batches:
-                for batch in _timed(batches, run.clock):
+            with read_ahead(pinned(source, device), spec) as batches:
+                arriving = copied_ahead(batches, device, run.step.ahead.stream)
+                for batch in _timed(arriving, run.clock):
                     _one_step(run, batch, saver)
                     trace.step()
                     _after_step(run, rows, saver, bar)
@@ -185,7 +189,7 @@ def _evaluate(run: Run, rows: LogRows, bar: StepBar) -> bool:
     return best
 
 
-def _timed(batches: Iterator[ExampleBatch], clock: StepClock) -> Iterator[ExampleBatch]:
+def _timed(batches: Iterator[Arrived], clock: StepClock) -> Iterator[Arrived]:
     """The same batches, with the wait for each booked under data."""
     iterator = iter(batches)
     while True:
@@ -196,12 +200,11 @@ def _timed(batches: Iterator[ExampleBatch], clock: StepClock) -> Iterator[Exampl
         yield batch
 
 
-def _one_step(run: Run, batch: ExampleBatch, saver: Saver) -> None:
-    state, device = run.state, run.world.device
-    # On a CPU it is there already, and every look at a tensor gives the thread that reads ahead
-    # the chance to keep the interpreter for a while.
-    there = batch.labels_BA.device == device
-    scored = run.step(batch if there else batch.to(device, non_blocking=True), state.step)
+def _one_step(run: Run, arrived: Arrived, saver: Saver) -> None:
+    state, batch = run.state, arrived.host
+    if arrived.following is not None:
+        run.step.expect(arrived.following)
+    scored = run.step(arrived.there, state.step)
     if news := run.step.memory.news():
         run.display.stage(news)
     if scored.fault is not None:

@@ -127,6 +127,18 @@ class TrainSpec(Contract):
     passes: int = Field(
         default=1, ge=1, description="times that the training rows are read; 1 is the product's use"
     )
+    later_passes: Literal["train_all", "freeze_tables", "reset_tables"] = Field(
+        default="train_all",
+        description="what becomes of the tables behind the first pass, since rows of ids learn "
+        "their labels by heart when they see them again: they go on learning; they stay as they "
+        "are; or they begin anew in each pass",
+    )
+    row_l2: float = Field(
+        default=0.0,
+        ge=0,
+        description="pull of the rows that a step looked up towards 0, once a step however often; "
+        "it holds back rare ids most",
+    )
     dense: DenseOptimizerSpec = Field(
         default=DenseOptimizerSpec(), description="optimizer of everything but the tables"
     )
@@ -157,6 +169,11 @@ class TrainSpec(Contract):
         default="off",
         description="torch.compile of summaries, experts and heads, one graph each: inductor "
         "generates code, aot_eager traces alone",
+    )
+    cuda_graphs: bool = Field(
+        default=False,
+        description="on one GPU, launch each pass of summaries, experts and heads as one CUDA "
+        "graph; for a host that is late",
     )
     prefetch_batches: int = Field(
         default=4, ge=0, description="batches that a thread reads ahead; 0: no thread"
@@ -219,6 +236,20 @@ class TrainSpec(Contract):
         return self
 
     @model_validator(mode="after")
+    def _later_passes_are_there(self) -> Self:
+        if self.later_passes != "train_all" and self.passes == 1:
+            raise ConfigError(
+                refusal(
+                    "train",
+                    "later_passes",
+                    must="come with passes of at least 2",
+                    got=f"{self.later_passes!r} with passes=1",
+                    fix="set train.passes as well",
+                )
+            )
+        return self
+
+    @model_validator(mode="after")
     def _early_stop_has_evaluations(self) -> Self:
         if self.interim.stop_after is not None and self.interim.every_steps is None:
             raise ConfigError(
@@ -247,6 +278,12 @@ class MemorySpec(Contract):
         default="as_is",
         description="format in which large activations are kept for the backward pass; the "
         "forward pass reads them as they are",
+    )
+    pack_above_bytes: int = Field(
+        default=2**20,
+        ge=1,
+        description="size from which an activation counts as large; below the default, packing "
+        "takes longer than the memory is worth, but shows what it does to a small model",
     )
 
 

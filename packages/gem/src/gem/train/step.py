@@ -16,7 +16,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from gem.config import RunConfig
 from gem.data.batch import ExampleBatch
@@ -29,9 +28,13 @@ from gem.model.structure import loss_weights
 from gem.train.clock import StepClock
 from gem.train.compiled import compile_regions
 from gem.train.dense_adam import DenseAdam, WorkingWeights, dense_optimizer
+from gem.train.graphed import graph_regions, refuse_graphs
 from gem.train.guard import Fault, Guard, is_finite, norms_are_finite
+from gem.train.later_passes import pull_rows, refuse_engine, tables_rest
 from gem.train.local_tensors import local_part, local_parts, put_parameters_back
+from gem.train.lookup_ahead import LookupAhead
 from gem.train.micro_batches import micro_batches
+from gem.train.shared_weights import shares_of
 from gem.train.spec import ParallelSpec, TrainSpec, schedule_factor
 from gem.train.table_engine import shard_tables
 from gem_embeddings.optimizer import merge_sparse_gradients, table_optimizer
@@ -40,6 +43,7 @@ from gem_parallel.collectives import all_reduce_sum
 from gem_parallel.copy_engine.units import gather_by_copy_engines
 from gem_parallel.dense import parallelise
 from gem_parallel.launch import World
+from gem_precision.gathered import GatheredLayers, gather_layers_in_8_bits
 from gem_precision.layers import apply_recipe
 from gem_precision.recipes import convert_layers
 
@@ -107,6 +111,8 @@ class TrainStep:
             EmbeddingTables | ShardedTables, model.get_submodule("tables")
         )
         self.engine = lookups.engine if isinstance(lookups, ShardedTables) else None
+        parts = self.spec.accumulation_parts
+        self.ahead = LookupAhead(model, parts=parts, device=world.device)
         self.table_parameters = lookups.table_parameters()
         tables = {id(p) for p in self.table_parameters}
         # Of the whole model: afterwards a rank may have a part of the experts.
@@ -115,6 +121,14 @@ class TrainStep:
             overlap_sides(model, world.device)
         if self.spec.compile != "off":
             compile_regions(model, self.plan, self.spec.compile)
+        if self.spec.cuda_graphs:
+            refuse_graphs(config, world)
+            graph_regions(model)
+        self.working: WorkingWeights | None = None
+        self.gathered: GatheredLayers | None = None
+        if config.precision.gather_in_8_bits:
+            formats, shares = self.low_precision.formats, shares_of(self.plan, model)
+            self.gathered = gather_layers_in_8_bits(model, formats, parts=shares)
         self.parallel = parallelise(
             model,
             self.plan,
@@ -122,6 +136,7 @@ class TrainStep:
             units=dense_units(model),
             experts=expert_mixtures(model),
             ignored=self.table_parameters,
+            stand_ins=self._stand_ins if self._reads_working_weights(config) else None,
         )
         self.wrapped = self.parallel.module
         self.gathers = gather_by_copy_engines(
@@ -143,13 +158,15 @@ class TrainStep:
             name: [group["lr"] for group in optimizer.param_groups]
             for name, optimizer in self.optimizers.items()
         }
-        self.working = self._working_weights(config)
-        # Whole gradients on every rank: their norms are the model's.
-        self._whole = world.size == 1 or isinstance(self.wrapped, DistributedDataParallel)
+        if not world.grouped and self._reads_working_weights(config):
+            self.working = WorkingWeights(self.model)
+        if self.working is not None:
+            cast(DenseAdam, self.optimizers["dense"]).copies = self.working.copies
         self.ema: dict[str, Tensor] = {}
         if self.spec.ema_decay is not None:
             self.ema = {name: p.detach().clone() for name, p in self.dense.items()}
         self._table_lr = self.spec.tables.lr
+        refuse_engine(self.spec, self)
         # Lookups run inside the model's forward pass; their time is booked under the tables. Those
         # of an evaluation are no time of training.
         lookups.register_forward_pre_hook(lambda module, *_: _mark(clock, module, "tables"))
@@ -188,33 +205,36 @@ class TrainStep:
         self.clock.mark("other")
         return Scored(p_BA, loss, finite, grad_norm=grad_norm)
 
-    def _working_weights(self, config: RunConfig) -> WorkingWeights | None:
-        """bf16 weights for the forward pass, where a step uses every weight once on one GPU."""
-        if (
-            self.world.size > 1
-            or self.world.device.type != "cuda"
-            or config.precision.formats() != ("bf16_autocast",)
-            or self.spec.accumulation_parts > 1  # gradients would add up in bf16
-            # Nothing traces a weight whose gradient has another format, as evaluations would.
-            or self.spec.compile != "off"
-        ):
-            return None
-        working = WorkingWeights(self.model)
-        cast(DenseAdam, self.optimizers["dense"]).copies = working.copies
-        return working
+    def expect(self, batch: ExampleBatch) -> None:
+        """Say which batch comes behind the one that is trained next, so that it is looked up ahead.
+
+        What a step computes stays as it is, to the last bit.
+
+        Args:
+            batch: of this rank, on the device; made on ``ahead.stream`` or on the current stream.
+        """
+        self.ahead.expect(batch)
+
+    def _reads_working_weights(self, config: RunConfig) -> bool:
+        """Whether forward passes read weights in bf16: on a GPU, where a step uses each once."""
+        return (
+            self.world.device.type == "cuda"
+            and config.precision.formats() == ("bf16_autocast",)
+            and self.spec.accumulation_parts == 1  # else gradients would add up in bf16
+        )
+
+    def _stand_ins(self, whole: Mapping[str, nn.Parameter]) -> Mapping[nn.Parameter, Tensor]:
+        """On several ranks: of the weights that are whole on this one."""
+        self.working = WorkingWeights(self.model, only=set(whole.values()))
+        return self.working.copies
 
     def _finite(self, loss: Tensor) -> tuple[Tensor, list[Tensor] | None]:
         """Whether all is finite; norms of dense gradients, where one pass tells both."""
-        if not (self._whole and isinstance(self.optimizers["dense"], DenseAdam)):
+        if not isinstance(self.optimizers["dense"], DenseAdam):
             return is_finite(loss, [*self.dense.values(), *self.table_parameters]), None
-        norms: list[Tensor] = []
-        for dtype in (torch.float32, torch.bfloat16):
-            gradients = [
-                g for g in self.parallel.local_gradients() if g.dtype == dtype and g.numel()
-            ]
-            if gradients:
-                norms += torch._foreach_norm(gradients, 2.0, dtype=torch.float32)
-        return is_finite(loss, self.table_parameters) & norms_are_finite(norms), norms
+        norms = self.parallel.norms()
+        finite = is_finite(loss, self.table_parameters)
+        return (finite & norms_are_finite(norms) if norms else finite), norms
 
     def _gradients(self, batch: ExampleBatch) -> tuple[Tensor, Tensor]:
         """Logits and loss of a batch, run in parts whose gradients add up."""
@@ -228,6 +248,7 @@ class TrainStep:
         for place, part in enumerate(micro_batches(batch, parts), start=1):
             self.clock.mark("forward")
             self.memory.prepare(self.model, part, count_weights=self.working is None)
+            self.ahead.use(part)
             # Ranks exchange gradients in the last part alone: they hold the sum by then.
             with self.parallel.no_sync() if place < parts else nullcontext():
                 with self.precision():
@@ -238,12 +259,13 @@ class TrainStep:
                     )
                 # Divided by the weights of the whole batch: the parts' losses add up to its loss.
                 loss = multi_task_loss(logits_BA, part, self.task_weights, known_A=known_A)
+                self.ahead.begin()
                 self.clock.mark("backward")
                 # Gradients are averaged over ranks, and what is wanted is their sum.
                 (loss * self.world.size).backward()
             logits.append(logits_BA.detach())
             losses.append(loss.detach())
-        if self.working is not None:
+        if self.working is not None and not self.world.grouped:
             self.working.hand_over()
         if parts == 1:
             return logits[0], losses[0]
@@ -253,10 +275,12 @@ class TrainStep:
         self.clock.mark("tables")
         self.set_rates(step)
         if "tables" in self.optimizers:
+            pull_rows(self.table_parameters, self.spec.row_l2)
             self.optimizers["tables"].step()
         if self.engine is not None:
             self.engine.apply()
             self.engine.sync()
+            self.ahead.read()
         self.clock.mark("optimizer")
         dense, clip = self.optimizers["dense"], self.spec.clip_norm
         norm: Tensor | None = None
@@ -267,9 +291,7 @@ class TrainStep:
             or (step + 1) % self.spec.log_every_steps == 0
             or step + 1 == self.total_steps
         ):
-            norm = (
-                torch.linalg.vector_norm(torch.stack(norms)) if norms else self.parallel.grad_norm()
-            )
+            norm = self.parallel.grad_norm(norms)
         if isinstance(dense, DenseAdam) and norm is not None and clip is not None:
             # As torch clips, but in the pass that reads the gradients anyway.
             dense.factor = (clip / (norm + 1e-6)).clamp(max=1.0)
@@ -301,12 +323,15 @@ class TrainStep:
             step: 0-based step of the run.
         """
         factor = schedule_factor(self.spec.schedule, step, self.total_steps)
+        of_tables = factor if self.spec.schedule.tables else 1.0
+        if tables_rest(self.spec, step, self.total_steps):
+            of_tables = 0.0
         for name, optimizer in self.optimizers.items():
-            scaled = factor if name == "dense" or self.spec.schedule.tables else 1.0
+            scaled = factor if name == "dense" else of_tables
             for group, base in zip(optimizer.param_groups, self._base_lr[name], strict=True):
                 group["lr"] = base * scaled
         if self.engine is not None:
-            self.engine.set_lr(self._table_lr * (factor if self.spec.schedule.tables else 1.0))
+            self.engine.set_lr(self._table_lr * of_tables)
 
     def _average(self, step: int) -> None:
         # The first steps count for less than decay says, or the average would remember the

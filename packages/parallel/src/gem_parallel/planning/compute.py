@@ -5,10 +5,11 @@ from collections.abc import Sequence
 
 from gem_parallel.contract import Accelerator, ParallelPlan
 from gem_parallel.planning.memory import (
+    copied_elements,
     held_elements,
     held_or_gathered,
+    narrow_gradients,
     whole_elements,
-    works_on_copies,
 )
 from gem_parallel.planning.rates import Rates
 from gem_parallel.planning.traffic import gathered_bytes, is_sharded, own_experts
@@ -105,7 +106,9 @@ def weights_ms(unit: Unit, work: Work, plan: ParallelPlan, device: Accelerator) 
     """Time of moving a unit's weights and their gradients between formats and buffers.
 
     What is cut is copied out of what was gathered, and its gradient into what is reduced. What
-    products read in another format than it is there is cast, and its gradient cast back.
+    products read in another format than it is there is cast, and its gradient cast back. Where the
+    optimizer has written the other format, only gradients are cast that are merged with those of
+    other ranks.
 
     Args:
         unit: the unit.
@@ -117,16 +120,18 @@ def weights_ms(unit: Unit, work: Work, plan: ParallelPlan, device: Accelerator) 
         milliseconds forward and backward.
     """
     size, gathered, whole = work.parameter_bytes, gathered_bytes(work, plan), 0
-    cast = held_or_gathered(unit, plan)
+    cast, copied = held_or_gathered(unit, plan), copied_elements(unit, work, plan)
     if is_sharded(plan):
         whole = whole_elements(unit, plan)
         if gathered <= work.compute_bytes:
             cast -= whole
-    if work.compute_bytes >= size or works_on_copies(work, plan):
-        cast = 0
-    casts, copies = cast * (size + work.compute_bytes), whole * 2 * gathered
+    if work.compute_bytes >= size:
+        cast = copied = 0
+    merged = copied - narrow_gradients(unit, work, plan)
+    casts, copies = (cast - copied) * (size + work.compute_bytes), whole * 2 * gathered
     forward = casts + copies
-    backward = casts + (0 if plan.keep_gathered else copies) + whole * (gathered + size)
+    backward = casts + merged * (size + work.compute_bytes)
+    backward += (0 if plan.keep_gathered else copies) + whole * (gathered + size)
     return [moved / (device.memory_gbytes_per_s * 1e6) for moved in (forward, backward)]
 
 
@@ -142,12 +147,11 @@ def optimizer_ms(work: Work, plan: ParallelPlan, device: Accelerator, rates: Rat
     Returns:
         milliseconds.
     """
-    # One pass gives norms that also tell whether all is finite. Shards are looked at for either.
-    looks = 2 if is_sharded(plan) else 1
     size = work.parameter_bytes
-    moved = size * rates.optimizer_passes + looks * size
-    if works_on_copies(work, plan):
-        # Gradients are narrower, read for the norm and by the optimizer, which writes the copy.
-        moved += work.compute_bytes - 2 * (size - work.compute_bytes)
-    elements = held_elements(work, plan)
-    return elements * moved / (device.memory_gbytes_per_s * 1e6 * rates.optimizer_share)
+    # A pass over the gradients gives norms that also tell whether all is finite.
+    moved = held_elements(work, plan) * size * (rates.optimizer_passes + 1)
+    for unit in work.units:
+        # It writes the copies. Narrow gradients are read for the norm and by the optimizer.
+        moved += work.compute_bytes * copied_elements(unit, work, plan)
+        moved -= 2 * (size - work.compute_bytes) * narrow_gradients(unit, work, plan)
+    return moved / (device.memory_gbytes_per_s * 1e6 * rates.optimizer_share)

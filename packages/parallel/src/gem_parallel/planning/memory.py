@@ -22,7 +22,8 @@ class Memory:
         optimizer: state of the dense optimizer.
         gathered: whole parameters of the unit in use and of those gathered ahead, and the whole
             gradients of the unit in use.
-        copies: weights in the format of the products, kept from the forward to the backward pass.
+        copies: weights in the format of the products: all that stay whole on the rank, and others
+            from the forward to the backward pass.
         activations: what the forward pass keeps, the vectors of the tables among it.
         scratch: what the backward pass of the widest operator needs beside them.
         tables: weights and optimizer rows between steps.
@@ -116,19 +117,41 @@ def held_or_gathered(unit: Unit, plan: ParallelPlan) -> int:
     return sum(p.elements for group in _parameters(unit, plan) for p in group)
 
 
-def works_on_copies(work: Work, plan: ParallelPlan) -> bool:
-    """Whether a rank keeps its weights in the format of its products, beside those at rest.
+def copied_elements(unit: Unit, work: Work, plan: ParallelPlan) -> int:
+    """Count the elements of a unit that a rank has in the format of its products too.
 
     Args:
+        unit: with its experts.
         work: formats, and parts that a batch is run in.
         plan: sizes of the axes.
 
     Returns:
-        True on one rank whose products read a narrower format, in a step that uses each weight
-        once; its optimizer then writes the copies, and gradients stay as narrow.
+        those that stay whole on the rank, where its products read a narrower format in a step that
+        uses each weight once: its optimizer then writes the copies. Else 0.
     """
-    narrow = work.compute_bytes < work.parameter_bytes
-    return narrow and plan.world_size == 1 and work.micro_batches == 1
+    if work.compute_bytes >= work.parameter_bytes or work.micro_batches > 1:
+        return 0
+    cut = whole_elements(unit, plan) if is_sharded(plan) else 0
+    return held_or_gathered(unit, plan) - cut
+
+
+def narrow_gradients(unit: Unit, work: Work, plan: ParallelPlan) -> int:
+    """Count the elements of those whose gradients stay in that format: no rank has others.
+
+    Args:
+        unit: with its experts.
+        work: as for `copied_elements`.
+        plan: sizes of the axes.
+
+    Returns:
+        all of them on one rank; of several the rank's own experts, where no other has them.
+    """
+    copied = copied_elements(unit, work, plan)
+    if plan.world_size == 1 or not copied:
+        return copied
+    if plan.expert == 1 or plan.replicate * plan.shard > 1:
+        return 0
+    return sum(p.elements for p in _parameters(unit, plan)[1])
 
 
 def memory(work: Work, plan: ParallelPlan, tables: TableStep, *, prefetch: int = 1) -> Memory:
@@ -154,7 +177,7 @@ def memory(work: Work, plan: ParallelPlan, tables: TableStep, *, prefetch: int =
         parameters=work.parameter_bytes * held,
         optimizer=work.state_bytes * held,
         scratch=work.scratch_bytes // work.micro_batches,
-        all_gradients=_gradient_bytes(work, plan) * held,
+        all_gradients=sum(_gradient_bytes(unit, work, plan) for unit in work.units),
         tables=tables.held_bytes,
         table_buffers=tables.gathered_bytes + travelling,
         batch=work.input_bytes,
@@ -162,8 +185,9 @@ def memory(work: Work, plan: ParallelPlan, tables: TableStep, *, prefetch: int =
     )
 
 
-def _gradient_bytes(work: Work, plan: ParallelPlan) -> int:
-    return work.compute_bytes if works_on_copies(work, plan) else work.parameter_bytes
+def _gradient_bytes(unit: Unit, work: Work, plan: ParallelPlan) -> int:
+    saved = (work.parameter_bytes - work.compute_bytes) * narrow_gradients(unit, work, plan)
+    return work.parameter_bytes * _unit_held(unit, plan) - saved
 
 
 _PARTS = ("gradients", "gathered", "copies", "activations")
@@ -190,14 +214,12 @@ def _moment(
             unit.kept_bytes + sum(plan.expert * expert.kept_bytes for expert in own)
         ) // work.micro_batches
         if work.compute_bytes < size:
-            copies += held_or_gathered(unit, plan)
+            copies += held_or_gathered(unit, plan) - copied_elements(unit, work, plan)
             if gathered_bytes(work, plan) <= work.compute_bytes:
                 copies -= whole_elements(unit, plan)  # products read them as they were gathered
-    if works_on_copies(work, plan):
-        copies = sum(held_or_gathered(unit, plan) for unit in units)
+    copies += sum(copied_elements(unit, work, plan) for unit in units)
     return {
-        "gradients": _gradient_bytes(work, plan)
-        * sum(_unit_held(unit, plan) for unit in with_gradients),
+        "gradients": sum(_gradient_bytes(unit, work, plan) for unit in with_gradients),
         # The unit in use has its gradients whole, too.
         "gathered": gathered_bytes(work, plan) * ahead + size * whole[index],
         "copies": work.compute_bytes * copies,

@@ -116,8 +116,9 @@ class Work:
         examples: examples of one rank.
         tokens: events of one rank, on average.
         parameter_bytes: bytes of an element as it is stored, gathered and reduced.
-        compute_bytes: bytes of an element as products read it; where it is less, a copy of each
-            weight is made in the forward pass and kept until the backward pass has used it.
+        compute_bytes: bytes of an element as products read it; where it is less, weights that are
+            whole on a rank have copies that the optimizer writes, and of others copies are made in
+            the forward pass and kept until the backward pass has used them.
         state_bytes: optimizer state of an element.
         input_bytes: batch on the device.
         spread: standard deviation of a rank's compute time over its mean, because histories

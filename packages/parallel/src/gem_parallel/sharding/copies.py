@@ -2,11 +2,15 @@
 
 Small parameters are not worth a gather: they stay whole, and their gradients are summed over ranks
 in a few flat buckets while the backward pass still runs. (DistributedDataParallel does that for
-whole models; it knows no second set of ranks, which the copies of an expert need, and it cannot
-share a module with sharded parameters.)
+whole models; it knows no second set of ranks, which the copies of an expert need, it cannot share a
+module with sharded parameters, and it takes gradients from parameters alone.)
+
+A forward pass may read a stand-in of a parameter, such as its copy in bf16. The gradient then comes
+in the format of that one, is widened on its way into the bucket, and becomes the parameter's. Where
+there is nobody to sum it with, it stays in that format.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +21,8 @@ from gem_opkit.errors import ConfigError, refusal
 
 # As DistributedDataParallel's: large enough for the links, small enough to begin early.
 BUCKET_BYTES = 25 * 2**20
+# Name -> parameter, of those that stay whole on a rank; to the leaf that is read in place of some.
+StandIns = Callable[[Mapping[str, nn.Parameter]], Mapping[nn.Parameter, Tensor]]
 
 
 class CopiedGradients:
@@ -26,6 +32,9 @@ class CopiedGradients:
         copies: name -> parameter, with the ranks over which their gradients are summed; None for
             this rank alone.
         divisor: of every sum.
+        stand_ins: parameter -> leaf tensor of its shape that forward passes read in its place.
+
+    Numerics: gradients are summed in the dtype of the parameters. NCCL divides while it sums.
     """
 
     def __init__(
@@ -33,17 +42,19 @@ class CopiedGradients:
         copies: Sequence[tuple[Mapping[str, nn.Parameter], dist.ProcessGroup | None]],
         *,
         divisor: int,
+        stand_ins: Mapping[nn.Parameter, Tensor] | None = None,
     ) -> None:
         self.enabled = True
         self._buckets = [
-            _Bucket(members, group) for named, group in copies for members in _cut(named)
+            _Bucket(members, group, stand_ins or {}, divisor)
+            for named, group in copies
+            for members in _cut(named, stand_ins or {})
         ]
-        self._divisor = divisor
         self._waiting: list[int] = []
         self._next, self._begun = 0, False
         for index, bucket in enumerate(self._buckets):
-            for parameter in bucket.parameters:
-                parameter.register_post_accumulate_grad_hook(self._counter(index))
+            for leaf in bucket.leaves:
+                leaf.register_post_accumulate_grad_hook(self._counter(index))
 
     def _counter(self, index: int) -> Any:
         return lambda parameter: self._arrived(index)
@@ -70,17 +81,18 @@ class CopiedGradients:
         self._begun = False
         missing = [
             name
-            for bucket in self._buckets
-            for name, p in zip(bucket.names, bucket.parameters, strict=True)
-            if p.grad is None
+            for bucket in self._buckets[self._next :]
+            for name, leaf in zip(bucket.names, bucket.leaves, strict=True)
+            if leaf.grad is None
         ]
         # Other ranks may have these gradients and wait for ours.
         for bucket in self._buckets[self._next :]:
             bucket.send()
         for bucket in self._buckets:
             bucket.receive()
-        gradients = [grad for bucket in self._buckets for grad in bucket.gradients()]
-        torch._foreach_div_(gradients, self._divisor)
+        for rest in {bucket.rest for bucket in self._buckets} - {1.0}:
+            of_them = [bucket for bucket in self._buckets if bucket.rest == rest]
+            torch._foreach_div_([grad for each in of_them for grad in each.gradients()], rest)
         if missing:
             raise ConfigError(
                 refusal(
@@ -99,13 +111,27 @@ class _Bucket:
     """Parameters whose gradients travel together."""
 
     def __init__(
-        self, members: Mapping[str, nn.Parameter], group: dist.ProcessGroup | None
+        self,
+        members: Mapping[str, nn.Parameter],
+        group: dist.ProcessGroup | None,
+        stand_ins: Mapping[nn.Parameter, Tensor],
+        divisor: int,
     ) -> None:
         self.names, self.parameters = list(members), list(members.values())
+        self.leaves = [stand_ins.get(p, p) for p in self.parameters]
+        # Of one kind in a bucket.
+        self._stood_in = self.leaves[0] is not self.parameters[0]
         self._group = group
+        averages = group is not None and dist.get_backend(group) == "nccl" and group.size() > 1
+        self._op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
+        # What the sum is still to be divided by.
+        self.rest = divisor / group.size() if averages and group is not None else float(divisor)
         self._flat: Tensor | None = None
         self._in_place = False
         self._work: dist.Work | None = None
+        if self._stood_in:
+            for p, leaf in zip(self.parameters, self.leaves, strict=True):
+                p.grad, p.grad_dtype = None, leaf.dtype if group is None else p.dtype
 
     def gradients(self) -> list[Tensor]:
         return [p.grad for p in self.parameters if p.grad is not None]
@@ -114,10 +140,13 @@ class _Bucket:
     def send(self) -> None:
         if self._group is None:
             return
-        first = self.parameters[0].grad
-        self._in_place = len(self.parameters) == 1 and first is not None and first.is_contiguous()
+        first = self.leaves[0].grad
+        alone = len(self.parameters) == 1 and not self._stood_in
+        self._in_place = alone and first is not None and first.is_contiguous()
         if first is not None and self._in_place:
             self._flat = first  # a large one: no second memory
+        elif self._stood_in:
+            self._flat = self._widened()
         else:
             self._flat = torch.cat(
                 [
@@ -125,26 +154,71 @@ class _Bucket:
                     for p in self.parameters
                 ]
             )
-        self._work = dist.all_reduce(self._flat, group=self._group, async_op=True)
+        self._work = dist.all_reduce(self._flat, op=self._op, group=self._group, async_op=True)
+
+    def _widened(self) -> Tensor:
+        """Put the gradients of stand-ins behind each other in the dtype of the parameters."""
+        found = [leaf.grad for leaf in self.leaves]
+        flat = self.parameters[0].new_empty(sum(p.numel() for p in self.parameters))
+        parts = [
+            part.view_as(p) for part, p in zip(self._parts(flat), self.parameters, strict=True)
+        ]
+        there = [(part, grad) for part, grad in zip(parts, found, strict=True) if grad is not None]
+        if there:
+            torch._foreach_copy_([part for part, _ in there], [grad for _, grad in there])
+        for part, grad in zip(parts, found, strict=True):
+            if grad is None:
+                part.zero_()
+        for leaf in self.leaves:
+            leaf.grad = None  # its memory is free for the layers before
+        return flat
+
+    def _parts(self, flat: Tensor) -> tuple[Tensor, ...]:
+        return flat.split([p.numel() for p in self.parameters])
 
     @torch.no_grad()
     def receive(self) -> None:
+        if self._stood_in:
+            self._hand_over()
+            return
         if self._work is None or self._flat is None:
             return
         self._work.wait()
         flat, self._flat, self._work = self._flat, None, None
         if self._in_place:
             return
-        parts = flat.split([p.numel() for p in self.parameters])
-        pairs = [
-            (p.grad, part.view_as(p))
-            for p, part in zip(self.parameters, parts, strict=True)
-            if p.grad is not None
+        for p, part in zip(self.parameters, self._parts(flat), strict=True):
+            if p.grad is not None:
+                p.grad = part.view_as(p)
+
+    def _hand_over(self) -> None:
+        """Give the parameters what their stand-ins have got."""
+        own = [
+            name for name, p in zip(self.names, self.parameters, strict=True) if p.grad is not None
         ]
-        torch._foreach_copy_([grad for grad, _ in pairs], [part for _, part in pairs])
+        if own:
+            raise ConfigError(
+                refusal(
+                    "parallelise",
+                    "stand_ins",
+                    must="be read in the place of their parameters",
+                    got=f"a gradient of {own[0]} itself",
+                    fix="read the stand-in alone, and drop gradients between steps",
+                )
+            )
+        if self._work is None or self._flat is None:
+            for p, leaf in zip(self.parameters, self.leaves, strict=True):
+                p.grad, leaf.grad = leaf.grad, None
+            return
+        self._work.wait()
+        flat, self._flat, self._work = self._flat, None, None
+        for p, part in zip(self.parameters, self._parts(flat), strict=True):
+            p.grad = part.view_as(p)
 
 
-def _cut(named: Mapping[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]:
+def _cut(
+    named: Mapping[str, nn.Parameter], stand_ins: Mapping[nn.Parameter, Tensor]
+) -> list[dict[str, nn.Parameter]]:
     """Cut trained parameters into buckets, last ones first: their gradients come first.
 
     One that fills a bucket has it alone.
@@ -155,9 +229,10 @@ def _cut(named: Mapping[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]:
         own_bytes = parameter.numel() * parameter.element_size()
         if not parameter.requires_grad:
             continue
-        if parameter.dtype != kind or filled + own_bytes > BUCKET_BYTES:
+        own_kind = parameter.dtype, parameter in stand_ins
+        if own_kind != kind or filled + own_bytes > BUCKET_BYTES:
             buckets.append({})
-            kind, filled = parameter.dtype, 0
+            kind, filled = own_kind, 0
         buckets[-1][name] = parameter
         filled += own_bytes
     return buckets

@@ -42,7 +42,7 @@ from torch.distributed.tensor import DTensor
 from gem_parallel.contract import ParallelPlan
 from gem_parallel.launch import World
 from gem_parallel.mesh import DenseMeshes, dense_meshes
-from gem_parallel.sharding.copies import CopiedGradients
+from gem_parallel.sharding.copies import CopiedGradients, StandIns
 from gem_parallel.sharding.experts import spread_experts
 
 # Torch 2.11 gathers a unit's parameters for the backward pass when a gradient reaches one of the
@@ -81,6 +81,7 @@ def shard(
     units: Sequence[str],
     experts: Sequence[str],
     ignored: set[nn.Parameter],
+    stand_ins: StandIns | None = None,
 ) -> Sharding:
     """Spread experts and cut parameters of a model, in place.
 
@@ -91,6 +92,7 @@ def shard(
         units: names of what is gathered together, in the order of running.
         experts: names of the mixtures.
         ignored: parameters that stay as they are.
+        stand_ins: as for `gem_parallel.dense.parallelise`.
 
     Returns:
         What has become of it.
@@ -100,7 +102,7 @@ def shard(
     if meshes.expert_group is not None:
         spread_experts(module, experts, meshes.expert_group)
     own = {n: p for n, p in module.named_parameters() if p not in ignored}
-    spread = tuple(experts) if plan.expert > 1 else ()
+    spread = tuple(experts) if meshes.expert_group is not None else ()
     lists = tuple(f"{name}.experts." for name in spread)
     of_experts = frozenset(n for n in own if n.startswith(lists))
     # Where shard is 1 an expert is not cut, whatever its size.
@@ -137,7 +139,9 @@ def shard(
     common = {name: p for name, p in copied.items() if name not in of_experts}
     own_experts = {name: p for name, p in copied.items() if name in of_experts}
     copies = CopiedGradients(
-        [(common, meshes.copies), (own_experts, meshes.expert_copies)], divisor=world.size
+        [(common, meshes.copies), (own_experts, meshes.expert_copies)],
+        divisor=world.size,
+        stand_ins={} if stand_ins is None else stand_ins(copied),
     )
     module.register_forward_pre_hook(copies.forget)
     parameters = {n: p for n, p in module.named_parameters() if p not in ignored}

@@ -7,6 +7,10 @@ kernel does these heads. A kernel after it turns the sums into dq and leaves zer
 With many keys a launch does half of the sequences, and while it runs, two of its warps convert what
 the launch before has added: the two halves of the buffer take turns, and of clearing and converting
 only the first and the last half are seen.
+
+Where every sequence has the same queries, dQ is one sum over the whole batch. Its buffer is small
+and stays in the cache; it holds dQ several times, so that additions meet less often, and a last
+kernel adds these copies.
 """
 
 import torch
@@ -16,7 +20,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gem_attention.choosing import bounded_sides
 from gem_attention.hopper.backward.fused.kernel_sm90 import backward_kernel
-from gem_attention.hopper.gradients.kernel import finish_kernel, prepare_kernel
+from gem_attention.hopper.gradients.kernel import finish_kernel, gather_kernel, prepare_kernel
 from gem_attention.hopper.launching import (
     DTYPES,
     LEAST_SCALE,
@@ -42,6 +46,8 @@ _UNSPLIT_BYTES = 10 * 2**20
 _HALVED_FROM = 512
 # The buffer is this part of that of all heads, or the next larger one.
 _SHARES = 4
+# What the buffer of shared queries may take: a sixth of the cache.
+_SHARED_BYTES = 8 * 2**20
 
 
 def launch_backward(
@@ -58,6 +64,8 @@ def launch_backward(
     window: Window,
     scale: float,
     activations: str = "softmax",
+    shared: bool = False,
+    grad_v_SGV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Differentiate ``gem_attention.hopper.forward.kernel_sm90.launch_forward``.
 
@@ -74,22 +82,30 @@ def launch_backward(
         window: as in the forward.
         scale: as in the forward.
         activations: as in the forward.
+        shared: whether ``q_THK`` are the queries of one sequence, which every sequence has;
+            without a window.
+        grad_v_SGV: where to write the gradient of v, heads side by side; None for memory of its
+            own.
 
     Returns:
         gradients of q, k and v. That of q differs between runs in its last bit where a sequence
-        has more than 128 keys, or a window.
+        has more than 128 keys, or a window, or where queries are shared; it is then summed over
+        the sequences.
 
     Cost: besides the results, fp32 of a quarter of dq where there are four key heads and more, of
-    a half with two and of all of it with one; and two floats a query and head.
+    a half with two and of all of it with one, and of shared queries at most 8 MiB or once dq; and
+    two floats a query and head.
     """
-    tokens, heads, width = q_THK.shape
+    queries, heads, width = q_THK.shape
+    tokens = queries * (len(q_offsets_O) - 1 if shared else 1)
     keys, kv_heads, _ = k_SGK.shape
     group = heads // kv_heads if kv_heads else 1
     softmax = activations == "softmax"
     device = q_THK.device
-    grad_q_THK = torch.empty((tokens, heads, width), dtype=q_THK.dtype, device=device)
+    grad_q_THK = torch.empty((queries, heads, width), dtype=q_THK.dtype, device=device)
     grad_k_SGK = torch.empty((keys, kv_heads, width), dtype=q_THK.dtype, device=device)
-    grad_v_SGV = torch.empty_like(grad_k_SGK)
+    if grad_v_SGV is None:
+        grad_v_SGV = torch.empty_like(grad_k_SGK)
     if tokens == 0 or keys == 0 or heads == 0:
         return grad_q_THK.zero_(), grad_k_SGK.zero_(), grad_v_SGV.zero_()
     if not packs(grad_out_THV):
@@ -105,12 +121,14 @@ def launch_backward(
     delta_HP, lse_HP = torch.empty(
         (2, heads, padded if softmax else rows), dtype=torch.float32, device=device
     )
-    split = padded * heads * width * 4 > _UNSPLIT_BYTES
+    split = not shared and padded * heads * width * 4 > _UNSPLIT_BYTES
     mine = heads_of_launch(kv_heads) if split else kv_heads
     halves = split and not windowed and min(tokens, keys) >= _HALVED_FROM * batch
-    sums = torch.empty(
-        (padded // _SIDE * mine * group * width * 2, 32), dtype=torch.float32, device=device
-    )
+    copies, sums = 1, _sums(padded, mine * group, width, device)
+    if shared:
+        summed = -(-queries // rows) * rows
+        copies = max(min(_SHARED_BYTES // (summed * heads * width * 4), batch), 1)
+        sums = _sums(copies * summed, heads, width, device).zero_()
     bounds = torch.empty(3, dtype=torch.int32, device=device)
     grid = programs(device, k_tiles.capacity * mine)
     counts = (batch, tokens, keys)
@@ -119,7 +137,8 @@ def launch_backward(
     if out_THV is None or lse_TH is None:
         out_THV, lse_TH = grad_out_THV, delta_HP
     with torch.cuda.device(device):
-        prepare_kernel[(q_tiles.capacity * heads,)](
+        # Without softmax nothing but the bounds is left to prepare for shared queries.
+        prepare_kernel[(q_tiles.capacity * heads if softmax or not shared else 1,)](
             out_THV,
             grad_out_THV,
             lse_TH,
@@ -142,7 +161,7 @@ def launch_backward(
             grad_out_THV.stride(1),
             HEADS=heads,
             KV_HEADS=mine,
-            SUM_HEADS=mine * group,
+            SUM_HEADS=0 if shared else mine * group,
             WIDTH=width,
             ROWS=rows,
             KEYS=_KEYS,
@@ -151,6 +170,7 @@ def launch_backward(
             WINDOWED=windowed,
             SPLIT=halves,
             DESCENDING=left is not None and right is None,
+            SHARED=shared,
             num_warps=4,
         )
         operands = (
@@ -184,13 +204,14 @@ def launch_backward(
             "RIGHT": right is not None,
             "DTYPE": DTYPES[q_THK.dtype],
             "ACTIVATIONS": activations,
+            "SHARED": shared,
         }
         compiled = None
         launches = [(head, part) for head in range(0, kv_heads, mine) for part in range(1 + halves)]
         before = (0, -1)
         for head, part in launches:
             zeros = int((head, part) != launches[-1])
-            mine_alone = (head, part, *before, zeros, scale)
+            mine_alone = (head, part, *before, zeros, copies, scale)
             if compiled is None:
                 compiled = backward_kernel[(grid,)](
                     *operands,
@@ -202,6 +223,9 @@ def launch_backward(
             else:
                 # Past the search for the kernel, which takes as long as a short launch.
                 compiled[(grid, 1, 1)](*operands, *mine_alone, *constants.values())
+            if shared:
+                _add_copies(sums, grad_q_THK, copies, scale)
+                continue
             if halves and zeros:
                 before = (head, part)
                 continue
@@ -235,6 +259,28 @@ def heads_of_launch(kv_heads: int) -> int:
     """
     most = max(kv_heads // _SHARES, 1)
     return next(heads for heads in range(most, 0, -1) if kv_heads % heads == 0)
+
+
+def _sums(rows: int, heads: int, width: int, device: torch.device) -> Tensor:
+    """Return memory for dQ of so many rows and heads, in rows of 32 numbers."""
+    return torch.empty((rows // _SIDE * heads * width * 2, 32), dtype=torch.float32, device=device)
+
+
+def _add_copies(sums: Tensor, grad_q_PHK: Tensor, copies: int, scale: float) -> None:
+    """Write dq of shared queries from its copies."""
+    queries, heads, width = grad_q_PHK.shape
+    parts = sums.numel() // (copies * _SIDE * _SIDE)
+    gather_kernel[(parts * 4,)](
+        sums,
+        grad_q_PHK,
+        queries,
+        parts,
+        copies,
+        scale,
+        HEADS=heads,
+        WIDTH=width,
+        num_warps=4,
+    )
 
 
 def _columns(x: Tensor) -> TensorDescriptor:

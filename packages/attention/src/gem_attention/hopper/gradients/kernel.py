@@ -92,6 +92,7 @@ def prepare_kernel(
     WINDOWED: tl.constexpr,
     SPLIT: tl.constexpr,
     DESCENDING: tl.constexpr,
+    SHARED: tl.constexpr,
 ):
     """Prepare one tile of 128 queries and one head.
 
@@ -133,7 +134,7 @@ def prepare_kernel(
         if summed & (head < SUM_HEADS) & (first < padded_length):
             block = ((padded + first) // _SIDE).to(tl.int64) * SUM_HEADS + head
             tl.store(sums + block * (_SIDE * WIDTH) + inner, tl.zeros([_SIDE * WIDTH], tl.float32))
-        if k_length == 0:
+        if (k_length == 0) & (not SHARED):
             rows = at[:, None] * (HEADS * WIDTH) + head * WIDTH + col[None, :]
             tl.store(
                 grad_q + rows,
@@ -227,3 +228,34 @@ def finish_kernel(
                 )
                 if zeros:
                     tl.store(here, tl.zeros([_SIDE * _SIDE], tl.float32))
+
+
+@triton.jit(do_not_specialize=["queries", "parts", "copies"])
+def gather_kernel(
+    sums,
+    grad_q,
+    queries,
+    parts,
+    copies,
+    scale,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Write 16 rows of a part of dq of queries that all sequences share: the sum of all copies."""
+    PARTS: tl.constexpr = WIDTH // _SIDE
+    CHUNK: tl.constexpr = 16 * _SIDE
+    warp = tl.program_id(0) % 4
+    part = tl.program_id(0) // 4
+    inner = tl.arange(0, CHUNK)
+    here = sums + part.to(tl.int64) * (4 * CHUNK) + warp * CHUNK + inner
+    apart = parts.to(tl.int64) * (4 * CHUNK)
+    x = tl.zeros([CHUNK], tl.float32)
+    for _ in range(copies):
+        x += tl.load(here)
+        here += apart
+    x = tl.reshape(x, [1, _SIDE // 8, 8, 4, 2, 2])
+    x = tl.reshape(tl.permute(x, [0, 4, 2, 1, 3, 5]), [16, _SIDE])
+    row = part // (HEADS * PARTS) * _SIDE + warp * 16 + tl.arange(0, 16)
+    col = part % (HEADS * PARTS) * _SIDE + tl.arange(0, _SIDE)
+    to = row.to(tl.int64)[:, None] * (HEADS * WIDTH) + col[None, :]
+    tl.store(grad_q + to, (x * scale).to(grad_q.dtype.element_ty), mask=(row < queries)[:, None])

@@ -57,6 +57,7 @@ def launch_narrow_backward(
     *,
     window: Window,
     scale: float,
+    grad_v_SGV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Differentiate softmax attention under a window.
 
@@ -72,6 +73,8 @@ def launch_narrow_backward(
         k_offsets_O: as there.
         window: keys visible left and right.
         scale: as there.
+        grad_v_SGV: where to write the gradient of v, heads side by side; None for memory of its
+            own.
 
     Returns:
         gradients of q, k and v, with the same bits in every run.
@@ -83,7 +86,8 @@ def launch_narrow_backward(
     device = q_THK.device
     grad_q_THK = torch.empty((tokens, heads, width), dtype=q_THK.dtype, device=device)
     grad_k_SGK = torch.empty((keys, kv_heads, width), dtype=q_THK.dtype, device=device)
-    grad_v_SGV = torch.empty_like(grad_k_SGK)
+    if grad_v_SGV is None:
+        grad_v_SGV = torch.empty_like(grad_k_SGK)
     if tokens == 0 or keys == 0 or heads == 0:
         return grad_q_THK.zero_(), grad_k_SGK.zero_(), grad_v_SGV.zero_()
     if not packs(grad_out_THV):
@@ -136,6 +140,7 @@ def launch_narrow_backward(
             WINDOWED=True,
             SPLIT=False,
             DESCENDING=False,
+            SHARED=False,
             num_warps=4,
         )
         grad_queries_kernel[(programs(device, q_tiles.capacity * heads),)](

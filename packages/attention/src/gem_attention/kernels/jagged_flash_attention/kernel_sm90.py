@@ -17,7 +17,10 @@ from gem_attention.hopper.launching import takes
 from gem_attention.hopper.windowed.kernel_sm90 import is_narrow, launch_narrow_backward
 from gem_attention.tiles import Window
 
-__all__ = ["launch_backward", "launch_forward", "supports"]
+__all__ = ["WRITES_INTO", "launch_backward", "launch_forward", "supports"]
+
+# The backward can write the gradient of v into a part of another tensor.
+WRITES_INTO = True
 
 
 def supports(
@@ -64,6 +67,7 @@ def launch_backward(
     window: Window,
     scale: float,
     deterministic: bool,
+    grad_v_SGV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Differentiate ``launch_forward``.
 
@@ -80,6 +84,8 @@ def launch_backward(
         window: as in the forward.
         scale: as in the forward.
         deterministic: as ``supports`` takes it.
+        grad_v_SGV: where to write the gradient of v, heads side by side; None for memory of its
+            own.
 
     Returns:
         gradients of q, k and v. That of q differs between runs in its last bit, unless the window
@@ -99,4 +105,5 @@ def launch_backward(
         k_offsets_O,
         window=window,
         scale=scale,
+        grad_v_SGV=grad_v_SGV,
     )

@@ -26,6 +26,7 @@ from gem_attention.kernels.jagged_flash_attention.reference import (
     jagged_flash_attention_reference,
 )
 from gem_attention.patterns import visible_pairs as count_visible_pairs
+from gem_attention.rooms import open_room
 from gem_attention.softmax_dispatch import launch_backward, launch_forward
 from gem_attention.tiles import Window
 from gem_jagged.batch import Layout
@@ -98,8 +99,7 @@ def _(
     )
 
 
-@torch.library.custom_op("gem_attention::jagged_flash_attention_backward", mutates_args=())
-def _backward(
+def _gradients(
     grad_out_THV: Tensor,
     grad_lse_TH: Tensor | None,
     q_THK: Tensor,
@@ -117,7 +117,9 @@ def _backward(
     deterministic: bool,  # noqa: FBT001 - a schema has no keyword-only flags here
     visible_pairs: int,
     impl: str,
+    grad_v_SGV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Differentiate; where ``grad_v_SGV`` is given, the kernels may write the gradient there."""
     window = (left_tokens, right_tokens)
     if choose_implementation(_NAME, impl, q_THK, v_SGV) == "triton":
         return launch_backward(
@@ -128,6 +130,7 @@ def _backward(
             window,
             scale,
             deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
+            grad_v_SGV=grad_v_SGV,
         )
     q_lengths_B, k_lengths_B = demand_lengths(_NAME, q_lengths_B, k_lengths_B)
     return jagged_flash_attention_backward_reference(
@@ -142,6 +145,79 @@ def _backward(
         window,
         scale,
     )
+
+
+@torch.library.custom_op("gem_attention::jagged_flash_attention_backward", mutates_args=())
+def _backward(
+    grad_out_THV: Tensor,
+    grad_lse_TH: Tensor | None,
+    q_THK: Tensor,
+    k_SGK: Tensor,
+    v_SGV: Tensor,
+    out_THV: Tensor,
+    lse_TH: Tensor,
+    q_offsets_O: Tensor,
+    k_offsets_O: Tensor,
+    q_lengths_B: Tensor | None,
+    k_lengths_B: Tensor | None,
+    left_tokens: int | None,
+    right_tokens: int | None,
+    scale: float,
+    deterministic: bool,  # noqa: FBT001
+    visible_pairs: int,
+    impl: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _gradients(
+        *(grad_out_THV, grad_lse_TH, q_THK, k_SGK, v_SGV, out_THV, lse_TH),
+        *(q_offsets_O, k_offsets_O, q_lengths_B, k_lengths_B, left_tokens, right_tokens),
+        *(scale, deterministic, visible_pairs, impl),
+    )
+
+
+@torch.library.custom_op(
+    "gem_attention::jagged_flash_attention_backward_into", mutates_args=("grad_v_SGV",)
+)
+def _backward_into(
+    grad_v_SGV: Tensor,
+    grad_out_THV: Tensor,
+    grad_lse_TH: Tensor | None,
+    q_THK: Tensor,
+    k_SGK: Tensor,
+    v_SGV: Tensor,
+    out_THV: Tensor,
+    lse_TH: Tensor,
+    q_offsets_O: Tensor,
+    k_offsets_O: Tensor,
+    q_lengths_B: Tensor | None,
+    k_lengths_B: Tensor | None,
+    left_tokens: int | None,
+    right_tokens: int | None,
+    scale: float,
+    deterministic: bool,  # noqa: FBT001
+    visible_pairs: int,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    grad_q_THK, grad_k_SGK, made_SGV = _gradients(
+        *(grad_out_THV, grad_lse_TH, q_THK, k_SGK, v_SGV, out_THV, lse_TH),
+        *(q_offsets_O, k_offsets_O, q_lengths_B, k_lengths_B, left_tokens, right_tokens),
+        *(scale, deterministic, visible_pairs, impl),
+        grad_v_SGV=grad_v_SGV,
+    )
+    if made_SGV is not grad_v_SGV:
+        grad_v_SGV.copy_(made_SGV)
+    return grad_q_THK, grad_k_SGK
+
+
+@_backward_into.register_fake
+def _(
+    grad_v_SGV: Tensor,
+    grad_out_THV: Tensor,
+    grad_lse_TH: Tensor | None,
+    q_THK: Tensor,
+    k_SGK: Tensor,
+    *_: Any,
+) -> tuple[Tensor, Tensor]:
+    return q_THK.new_empty(q_THK.shape), k_SGK.new_empty(k_SGK.shape)
 
 
 @_backward.register_fake
@@ -176,9 +252,13 @@ def _differentiate(
         grad_out_THV = torch.zeros_like(saved[3])
     if not ctx.has_lse:  # then it is not the caller's
         grad_lse_TH = None
-    gradients = torch.ops.gem_attention.jagged_flash_attention_backward(
-        grad_out_THV, grad_lse_TH, *saved, *ctx.rest
-    )
+    given = (grad_out_THV, grad_lse_TH, *saved, *ctx.rest)
+    grad_v_SGV = open_room(saved[2])
+    if grad_v_SGV is None:
+        gradients = torch.ops.gem_attention.jagged_flash_attention_backward(*given)
+    else:
+        into = torch.ops.gem_attention.jagged_flash_attention_backward_into
+        gradients = (*into(grad_v_SGV, *given), grad_v_SGV)
     return (*gradients, *([None] * 11))
 
 
@@ -212,6 +292,7 @@ def _backward_cost(
 
 register_flops(_forward, _forward_cost)
 register_flops(_backward, _backward_cost)
+register_flops(_backward_into, lambda _grad_v, *rest: _backward_cost(*rest))
 
 
 @overload

@@ -13,7 +13,7 @@ def normed_attention_cost(  # noqa: PLR0913 - what decides the cost
     head_width: int,
     token_bytes: int,
     key_bytes: int,
-    keeps: bool = False,
+    keeps: int = 0,
 ) -> Cost:
     """Return the cost of the forward.
 
@@ -26,14 +26,14 @@ def normed_attention_cost(  # noqa: PLR0913 - what decides the cost
         head_width: width K of queries, keys and values.
         token_bytes: bytes of one element of the tokens and the output.
         key_bytes: bytes of one element of keys and values.
-        keeps: whether the normalised tokens and what the second norm divides are written too.
+        keeps: tensors of the tokens' size that are written for the backward.
 
     Returns:
         4·H·pairs·K FLOPs; tokens, keys and values read once, the output written.
     """
     return Cost(
         flops=4 * heads * visible_pairs * head_width,
-        bytes=(2 + 2 * keeps) * tokens * heads * head_width * token_bytes
+        bytes=(2 + keeps) * tokens * heads * head_width * token_bytes
         + 2 * k_tokens * kv_heads * head_width * key_bytes,
     )
 
@@ -48,7 +48,7 @@ def normed_attention_backward_cost(  # noqa: PLR0913 - what decides the cost
     head_width: int,
     token_bytes: int,
     key_bytes: int,
-    kept: bool = False,
+    kept: int = 0,
 ) -> Cost:
     """Return the cost of the backward; arguments as in the forward.
 
@@ -59,6 +59,6 @@ def normed_attention_backward_cost(  # noqa: PLR0913 - what decides the cost
     """
     return Cost(
         flops=(10 if kept else 12) * heads * visible_pairs * head_width,
-        bytes=(3 + 2 * kept) * tokens * heads * head_width * token_bytes
+        bytes=(3 + kept) * tokens * heads * head_width * token_bytes
         + 4 * k_tokens * kv_heads * head_width * key_bytes,
     )

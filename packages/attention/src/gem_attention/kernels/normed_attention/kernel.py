@@ -1,8 +1,9 @@
 """Launching ``normed_attention`` in plain Triton.
 
-Tokens of one head and few keys run in one kernel each way, which keeps nothing but the inputs
-(``gem_attention.portable.normed.single``). Tokens of several heads have attention's own kernels
-between rows of all heads (``gem_attention.portable.normed.heads``); ``op.py`` joins them.
+A forward alone of one head and few keys is one kernel (``gem_attention.portable.normed.single``).
+Else attention's own kernels stand between rows of all heads
+(``gem_attention.portable.normed.heads``); ``op.py`` joins them. On Hopper ``kernel_sm90`` takes
+what it can.
 """
 
 from typing import Any, NamedTuple
@@ -16,21 +17,18 @@ from gem_attention.portable.normed.heads.kernel import (
     normed_heads_finish_kernel,
     normed_heads_out_kernel,
 )
-from gem_attention.portable.normed.single.kernel import (
-    normed_attention_backward_kernel,
-    normed_attention_forward_kernel,
-)
-from gem_attention.tiles import key_tiles, query_tiles
+from gem_attention.portable.normed.single.kernel import normed_attention_forward_kernel
+from gem_attention.tiles import query_tiles
 
-# One head: tokens of a program of the forward, and of a step.
-_STRETCH, _STEP, _BACK_STEP, _STEP_SINGLE = 512, 64, 32, 16
-_WARPS, _BACK_WARPS, _STAGES = 4, 8, 2
+# One head: tokens of a program, and of a step.
+_STRETCH, _STEP, _STEP_SINGLE = 512, 64, 16
+_WARPS, _STAGES = 4, 2
 # Several heads: elements of a program that has whole rows, and of a warp of it.
 _TILE_ELEMENTS, _WARP_ELEMENTS = 1024, 512
 
 
 class Call(NamedTuple):
-    """What the launches for one head share.
+    """Operands of a launch.
 
     Attributes:
         x_TD: tokens, contiguous rows.
@@ -39,7 +37,7 @@ class Call(NamedTuple):
         q_offsets_O: first token of each sequence.
         k_offsets_O: first key of each sequence.
         most_keys: of a sequence.
-        activation: one name.
+        activation: one name; ``kernel_sm90`` takes one a head, all the same, too.
         scale: factor of the scores.
         eps: of the first and the second norm.
     """
@@ -71,16 +69,15 @@ class Call(NamedTuple):
 
 
 def normed_constants(
-    width: int, most_keys: int, activation: str, *, single: bool, back: bool
+    width: int, most_keys: int, activation: str, *, single: bool
 ) -> dict[str, Any]:
-    """Return the constants of both kernels of one head.
+    """Return the constants of the kernel of one head.
 
     Args:
         width: of a row.
         most_keys: of a sequence.
         activation: one name.
         single: whether products are float32.
-        back: those of the backward.
 
     Returns:
         constants by name, without FAST and STRETCH.
@@ -89,7 +86,7 @@ def normed_constants(
         "WIDTH": width,
         "BLOCK_D": _block(width),
         "ACTIVATION": activation,
-        "BLOCK_T": _STEP_SINGLE if single else _BACK_STEP if back else _STEP,
+        "BLOCK_T": _STEP_SINGLE if single else _STEP,
         "BLOCK_S": _block(most_keys),
         "STAGES": _STAGES,
     }
@@ -143,62 +140,12 @@ def launch_forward(call: Call) -> Tensor:
             x_TD.stride(0),
             k_SGK.stride(0),
             v_SGK.stride(0),
-            **normed_constants(width, call.most_keys, call.activation, single=single, back=False),
+            **normed_constants(width, call.most_keys, call.activation, single=single),
             FAST=may_be_fast(k_SGK),
             STRETCH=_STRETCH,
             num_warps=_WARPS,
         )
     return out_TD
-
-
-def launch_backward(grad_TD: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of x, k and v for one head, every row written.
-
-    Args:
-        grad_TD: gradient of the output, contiguous rows.
-        call: that of the forward.
-
-    Returns:
-        the same bits in every run.
-    """
-    x_TD, k_SGK, v_SGK = call[:3]
-    tokens, k_tokens, batch = call.counts
-    gradients = (
-        x_TD.new_empty(x_TD.shape),
-        k_SGK.new_empty(k_SGK.shape),
-        v_SGK.new_empty(v_SGK.shape),
-    )
-    single = k_SGK.dtype == torch.float32
-    constants = normed_constants(
-        x_TD.shape[1], call.most_keys, call.activation, single=single, back=True
-    )
-    with torch.cuda.device_of(x_TD):
-        tiles = key_tiles(**call.lists, block_tokens=constants["BLOCK_S"])
-        normed_attention_backward_kernel[(tiles.capacity + batch + 1,)](
-            x_TD,
-            k_SGK,
-            v_SGK,
-            grad_TD,
-            *gradients,
-            tiles.entries,
-            tiles.count,
-            call.q_offsets_O,
-            call.k_offsets_O,
-            tokens,
-            k_tokens,
-            batch,
-            tiles.capacity,
-            call.scale,
-            *call.eps,
-            x_TD.stride(0),
-            k_SGK.stride(0),
-            v_SGK.stride(0),
-            grad_TD.stride(0),
-            **constants,
-            FAST=may_be_fast(k_SGK),
-            num_warps=_BACK_WARPS,
-        )
-    return gradients
 
 
 def launch_out(x_TD: Tensor, read_TD: Tensor, *, eps: tuple[float, float]) -> Tensor:

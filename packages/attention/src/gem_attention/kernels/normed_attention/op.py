@@ -41,55 +41,74 @@ from gem_opkit.errors import (
     refusal,
 )
 from gem_opkit.impl import Impl, resolve_impl
-from gem_precision.ops import layer_norm
+from gem_precision.ops import layer_norm, rms_norm
 
 _NAME = "normed_attention"
-# What the kernels of one head hold: keys of a sequence, and width of a row.
+# What the portable kernel of one head holds: keys of a sequence, and width of a row.
 _MOST_KEYS, _WIDEST = 128, 128
-# Width of a head of several, and of their rows.
-_WIDEST_OF_SEVERAL, _WIDEST_ROW = 256, 16_384
+# Width of a head, and of all heads of a row.
+_WIDEST_HEAD, _WIDEST_ROW = 256, 16_384
 
 
-def normed_attention_takes(x_TD: Tensor, k_SGK: Tensor, most_keys: int) -> bool:
+def normed_attention_takes(x_TD: Tensor, k_SGK: Tensor) -> bool:
     """Say whether the kernels take a call, given a device that runs them.
 
     Args:
         x_TD: tokens.
         k_SGK: keys.
-        most_keys: of a sequence, a host number.
 
     Returns:
         True for tokens and keys of one dtype of 16 bits (in Triton's interpreter of float32 or
-        float16, because it gets bfloat16 wrong) with one head of at most 128 columns and at most
-        128 keys, or with several heads of at most 256 and rows of at most 16,384.
+        float16, because it gets bfloat16 wrong) with heads of at most 256 columns and rows of at
+        most 16,384.
     """
     dtypes = (torch.bfloat16, torch.float16) if x_TD.is_cuda else (torch.float32, torch.float16)
-    if x_TD.dtype != k_SGK.dtype or k_SGK.dtype not in dtypes:
+    return (
+        x_TD.dtype == k_SGK.dtype
+        and k_SGK.dtype in dtypes
+        and k_SGK.shape[2] <= _WIDEST_HEAD
+        and x_TD.shape[1] <= _WIDEST_ROW
+    )
+
+
+def _runs_on_hopper(x_TD: Tensor, k_SGK: Tensor, most_keys: int, activations: str) -> bool:
+    if x_TD.device.type != "cuda":
         return False
-    if _has_heads(x_TD, k_SGK):
-        return k_SGK.shape[2] <= _WIDEST_OF_SEVERAL and x_TD.shape[1] <= _WIDEST_ROW
-    return k_SGK.shape[2] <= _WIDEST and most_keys <= _MOST_KEYS
+    from gem_attention.kernels.normed_attention import kernel_sm90
+
+    return kernel_sm90.supports(x_TD, k_SGK, most_keys=most_keys, activations=activations)
 
 
-def _has_heads(x_TD: Tensor, k_SGK: Tensor) -> bool:
-    return x_TD.shape[1] > k_SGK.shape[2]
+def _kept(x_TD: Tensor, k_SGK: Tensor, rest: tuple[Any, ...]) -> tuple[int, int]:
+    """Return how many rows are kept of LayerNorm(x), and of what the second norm reads.
+
+    ``rest`` are further arguments of the operator; its last eight are most_keys, activations,
+    scale, eps, out_eps, keep, visible_pairs and impl.
+    """
+    most_keys, activations, *_, keep, _, impl = rest[-8:]
+    if not keep or impl != "triton":
+        return 0, 0
+    tokens = x_TD.shape[0]
+    one = x_TD.shape[1] == k_SGK.shape[2]
+    if one and _runs_on_hopper(x_TD, k_SGK, most_keys, activations):
+        return 0, tokens
+    return tokens, tokens
 
 
-def _choose(impl: str, x_TD: Tensor, k_SGK: Tensor, most_keys: int) -> str:
+def _choose(impl: str, x_TD: Tensor, k_SGK: Tensor) -> str:
     """Resolve ``impl``; what the kernels do not take is refused, or goes to the reference."""
-    if normed_attention_takes(x_TD, k_SGK, most_keys):
+    if normed_attention_takes(x_TD, k_SGK):
         return choose_implementation(_NAME, impl, k_SGK, k_SGK)
     if impl == "triton":
         raise UnsupportedError(
             refusal(
                 _NAME,
                 'impl="triton"',
-                must=f"have one head of at most {_WIDEST} columns and {_MOST_KEYS} keys, or "
-                f"several of at most {_WIDEST_OF_SEVERAL} in rows of at most {_WIDEST_ROW}, and "
-                "tokens and keys of one dtype: bfloat16 or float16 on a GPU, float32 or float16 in "
-                "the interpreter",
-                got=f"{x_TD.shape[1]} columns in heads of {k_SGK.shape[2]}, {most_keys} keys, "
-                f"{x_TD.dtype} and {k_SGK.dtype}",
+                must=f"have heads of at most {_WIDEST_HEAD} columns in rows of at most "
+                f"{_WIDEST_ROW}, and tokens and keys of one dtype: bfloat16 or float16 on a GPU, "
+                "float32 or float16 in the interpreter",
+                got=f"{x_TD.shape[1]} columns in heads of {k_SGK.shape[2]}, {x_TD.dtype} and "
+                f"{k_SGK.dtype}",
                 fix='use impl="reference", or layer_norm, generalized_attention and rms_norm',
             )
         )
@@ -105,13 +124,14 @@ def _normalised(x_TD: Tensor, eps: float) -> Tensor:
 
 
 def _by_head(x_TD: Tensor, k_SGK: Tensor) -> Tensor:
-    return x_TD.view(x_TD.shape[0], -1, k_SGK.shape[2])
+    width = k_SGK.shape[2]
+    return x_TD.view(x_TD.shape[0], x_TD.shape[1] // width, width)
 
 
 # Lengths are CPU tensors whatever the device of the others, for the reference; the kernels follow
-# the offsets, and the most keys of a sequence, which the host knows. Besides the output they return
-# LayerNorm(x) and what was read for it where the backward of several heads wants them; else no
-# rows.
+# the offsets, and the most keys of a sequence, which the host knows. With ``keep`` they return
+# besides the output what their backward wants: LayerNorm(x), and what was read for it; on Hopper in
+# place of the latter the sum of both, and of one head this sum alone.
 @torch.library.custom_op("gem_attention::normed_attention", mutates_args=())
 def _forward(
     x_TD: Tensor,
@@ -130,17 +150,28 @@ def _forward(
     visible_pairs: int,
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    nothing = (x_TD.new_empty((0, x_TD.shape[1])), x_TD.new_empty((0, x_TD.shape[1])))
-    if _choose(impl, x_TD, k_SGK, most_keys) == "triton":
+    nothing = x_TD.new_empty((0, x_TD.shape[1]))
+    if _choose(impl, x_TD, k_SGK) == "triton":
         from gem_attention.kernels.normed_attention import kernel
 
         x_TD, k_SGK, v_SGK = _readable(x_TD), readable_rows(k_SGK), readable_rows(v_SGK)
         places = (q_offsets_O.contiguous(), k_offsets_O.contiguous())
-        if not _has_heads(x_TD, k_SGK):
-            numbers = (most_keys, activations, scale, (eps, out_eps))
-            return kernel.launch_forward(
-                kernel.Call(x_TD, k_SGK, v_SGK, *places, *numbers)
-            ), *nothing
+        numbers = (most_keys, activations, scale, (eps, out_eps))
+        call = kernel.Call(x_TD, k_SGK, v_SGK, *places, *numbers)
+        one = x_TD.shape[1] == k_SGK.shape[2]
+        if _runs_on_hopper(x_TD, k_SGK, most_keys, activations):
+            from gem_attention.kernels.normed_attention import kernel_sm90
+
+            if one:
+                out_TD, a_TD = kernel_sm90.launch_forward(call, norms=True, keep=keep)
+                return out_TD, nothing, a_TD
+            q_TD = _normalised(x_TD, eps)
+            call = call._replace(x_TD=q_TD)
+            _, a_TD = kernel_sm90.launch_forward(call, norms=False, keep=True)
+            out_TD = rms_norm(a_TD, after=x_TD, eps=out_eps, impl="triton")
+            return (out_TD, q_TD, a_TD) if keep else (out_TD, nothing, nothing.clone())
+        if one and not keep and k_SGK.shape[2] <= _WIDEST and most_keys <= _MOST_KEYS:
+            return kernel.launch_forward(call), nothing, nothing.clone()
         q_TD = _normalised(x_TD, eps)
         read_THK = torch.ops.gem_attention.generalized_attention(
             _by_head(q_TD, k_SGK), k_SGK, v_SGK, *places, q_lengths_B, k_lengths_B,
@@ -149,22 +180,20 @@ def _forward(
         )  # fmt: skip
         read_TD = read_THK.flatten(1)
         out_TD = kernel.launch_out(x_TD, read_TD, eps=(eps, out_eps))
-        return (out_TD, q_TD, read_TD) if keep else (out_TD, *nothing)
+        return (out_TD, q_TD, read_TD) if keep else (out_TD, nothing, nothing.clone())
     q_lengths_B, k_lengths_B = demand_lengths(_NAME, q_lengths_B, k_lengths_B)
     names = tuple(activations.split(","))
     out_TD = normed_attention_reference(
         x_TD, k_SGK, v_SGK, (q_lengths_B, k_lengths_B), names, scale, (eps, out_eps)
     )
-    return out_TD, *nothing
+    return out_TD, nothing, nothing.clone()
 
 
 @_forward.register_fake
 def _(x_TD: Tensor, k_SGK: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    keep, _, impl = rest[-3:]
-    tokens, row = x_TD.shape
-    kept = tokens if keep and impl == "triton" and _has_heads(x_TD, k_SGK) else 0
-    q_TD, read_TD = (x_TD.new_empty((kept, row)) for _ in range(2))
-    return x_TD.new_empty((tokens, row)), q_TD, read_TD
+    rows = _kept(x_TD, k_SGK, rest)
+    q_TD, read_TD = (x_TD.new_empty((each, x_TD.shape[1])) for each in rows)
+    return x_TD.new_empty(x_TD.shape), q_TD, read_TD
 
 
 @torch.library.custom_op("gem_attention::normed_attention_backward", mutates_args=())
@@ -187,18 +216,33 @@ def _backward(
     visible_pairs: int,
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if _choose(impl, x_TD, k_SGK, most_keys) == "triton":
+    if _choose(impl, x_TD, k_SGK) == "triton":
         from gem_attention.kernels.normed_attention import kernel
 
         grad_out_TD, x_TD = _readable(grad_out_TD), _readable(x_TD)
         k_SGK, v_SGK = readable_rows(k_SGK), readable_rows(v_SGK)
         places = (q_offsets_O.contiguous(), k_offsets_O.contiguous())
-        if not _has_heads(x_TD, k_SGK):
+        norm = {"swish": False, "impl": impl}
+        if _runs_on_hopper(x_TD, k_SGK, most_keys, activations):
+            from gem_attention.kernels.normed_attention import kernel_sm90
+
             numbers = (most_keys, activations, scale, (eps, out_eps))
             call = kernel.Call(x_TD, k_SGK, v_SGK, *places, *numbers)
-            return kernel.launch_backward(grad_out_TD, call)
+            if x_TD.shape[1] == k_SGK.shape[2]:
+                return kernel_sm90.launch_backward(grad_out_TD, read_TD, call, norms=True)
+            grad_a_TD, _ = torch.ops.gem_precision.row_norm_backward(
+                grad_out_TD, read_TD, None, None, centred=False, eps=out_eps, **norm
+            )
+            call = call._replace(x_TD=q_TD)
+            grad_q_TD, *gradients = kernel_sm90.launch_backward(
+                grad_a_TD, read_TD, call, norms=False
+            )
+            grad_x_TD, _ = torch.ops.gem_precision.row_norm_backward(
+                grad_q_TD, x_TD, None, None, centred=True, eps=eps, added=grad_out_TD, **norm
+            )
+            return grad_x_TD, *gradients
         grad_a_TD, _ = torch.ops.gem_precision.row_norm_backward(
-            grad_out_TD, read_TD, q_TD, None, centred=False, swish=False, eps=out_eps, impl=impl
+            grad_out_TD, read_TD, q_TD, None, centred=False, eps=out_eps, **norm
         )
         operands = (_by_head(grad_a_TD, k_SGK), _by_head(q_TD, k_SGK), k_SGK, v_SGK)
         grad_q_THK, *gradients = torch.ops.gem_attention.generalized_attention_backward(
@@ -265,15 +309,22 @@ def _sizes(x_TD: Tensor, k_SGK: Tensor, *, visible_pairs: int) -> dict[str, Any]
 # torch's counter gives tensors to a formula as they are.
 def _forward_cost(x_TD: Tensor, k_SGK: Tensor, *rest: Any) -> Cost:
     sizes = _sizes(x_TD, k_SGK, visible_pairs=rest[-2])
-    keeps = rest[-3] and rest[-1] == "triton" and _has_heads(x_TD, k_SGK)
+    keeps = sum(rows > 0 for rows in _kept(x_TD, k_SGK, rest))
     return normed_attention_cost(**sizes, keeps=keeps)
 
 
 def _backward_cost(
-    _grad_out: Tensor, x_TD: Tensor, k_SGK: Tensor, _v: Tensor, q_TD: Tensor, *rest: Any
+    _grad_out: Tensor,
+    x_TD: Tensor,
+    k_SGK: Tensor,
+    _v: Tensor,
+    q_TD: Tensor,
+    read_TD: Tensor,
+    *rest: Any,
 ) -> Cost:
     sizes = _sizes(x_TD, k_SGK, visible_pairs=rest[-2])
-    return normed_attention_backward_cost(**sizes, kept=0 < x_TD.shape[0] == q_TD.shape[0])
+    kept = sum(0 < x_TD.shape[0] == t.shape[0] for t in (q_TD, read_TD))
+    return normed_attention_backward_cost(**sizes, kept=kept)
 
 
 register_flops(_forward, _forward_cost)
@@ -315,9 +366,8 @@ def normed_attention(
         visible_pairs: pairs of token and key of one sequence, for the FLOP count; None counts them
             from host lengths. Inside ``torch.compile`` it must be given.
         impl: who computes it; see ``gem_opkit.impl``. The kernels take bfloat16 or float16, the
-            same for all operands, with one head of at most 128 columns and at most 128 keys a
-            sequence, or with several of at most 256 and rows of at most 16,384; ``auto`` gives the
-            rest to the reference.
+            same for all operands, with heads of at most 256 columns in rows of at most 16,384;
+            ``auto`` gives the rest to the reference.
 
     Returns:
         out_TD in the dtype of x.
@@ -331,17 +381,18 @@ def normed_attention(
             in a graph, and what ``generalized_attention`` refuses of differentiation.
 
     Numerics: norms, scores, weights and sums in float32 (float64 where any operand is). The kernels
-        round q, the weights and their gradients to the dtype of the keys before a product, and
-        nothing else of one head; of several also what is read, the gradient of a, and that of q by
-        attention. The reference rounds once, at the end. Activations as in
-        ``generalized_attention``. Bits are the same in every run for one head, and for several with
-        at most 128 keys or torch's deterministic algorithms; of the reference on a CPU with the
-        same number of threads.
-    Cost: 4·H·pairs·K FLOPs forward and 12·H·pairs·K backward. Of one head tokens are read once and
-        written once, backward read twice (x and the gradient) and written once; nothing but the
-        inputs is kept for the backward. Of several heads q and what is read are kept: 10·H·pairs·K
-        FLOPs backward, and seven passes over the tokens forward and twelve backward, where one
-        operator after the other has eight and sixteen.
+        round q, the weights and their gradients, a and its gradient to the dtype of the keys; where
+        a call is several kernels, also what is read, and the gradient of q by attention. The
+        reference rounds once, at the end. Activations as in ``generalized_attention``. Bits are the
+        same in every run with at most 128 keys or torch's deterministic algorithms; of the
+        reference on a CPU with the same number of threads.
+    Cost: 4·H·pairs·K FLOPs forward and 10·H·pairs·K backward (12 by the reference). On Hopper with
+        heads of 128, as many key heads, one activation and at most 128 keys a sequence, one head is
+        one kernel each way: it reads x and writes the output and a, backward reads x, a and the
+        gradient and writes one; of several heads q is kept besides, and there are seven passes
+        over the tokens forward and ten backward. Else q and what is read are kept, with seven
+        passes and twelve, where one operator after the other has eight and sixteen; a forward
+        alone of one head of at most 128 columns and 128 keys is one kernel everywhere.
     Source: Meta's article on norm fusion (FlashNormAttention).
     """
     sizes = check_shapes(_NAME, x_TD=x_TD, k_SGK=k_SGK, v_SGK=v_SGK)
@@ -386,7 +437,7 @@ def normed_attention(
         check_can_count(_NAME)
         visible_pairs = count_visible_pairs(layout.lengths, k_layout.lengths, None, None)
     most_keys = k_layout.max_length
-    chosen = _choose(impl, x_TD, k_SGK, most_keys)
+    chosen = _choose(impl, x_TD, k_SGK)
     given = (x_TD, k_SGK, v_SGK)
     keep = torch.is_grad_enabled() and any(t.requires_grad for t in given)
     out_TD, _, _ = torch.ops.gem_attention.normed_attention(

@@ -26,6 +26,7 @@ from gem_attention.kernels.pooled_attention.reference import (
     pooled_attention_backward_reference,
     pooled_attention_reference,
 )
+from gem_attention.rooms import open_room
 from gem_jagged.batch import Layout
 from gem_opkit.cost import Cost, register_flops
 from gem_opkit.dims import check_shapes
@@ -98,6 +99,55 @@ def _(
     return out_BPHV, _no_lse(seeds_PHK)
 
 
+def _gradients(
+    grad_out_BPHV: Tensor,
+    seeds_PHK: Tensor,
+    k_SGK: Tensor,
+    v_SGV: Tensor,
+    out_BPHV: Tensor,
+    lse_BPH: Tensor,
+    k_offsets_O: Tensor,
+    k_lengths_B: Tensor | None,
+    activations: str,
+    scale: float,
+    deterministic: bool,  # noqa: FBT001 - as in the operators below
+    k_tokens: int,
+    impl: str,
+    grad_v_SGV: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Differentiate; where ``grad_v_SGV`` is given, the kernels may write the gradient there."""
+    if choose_implementation(_NAME, impl, seeds_PHK, v_SGV) == "triton":
+        operands, scale, sign = _operands(seeds_PHK, k_SGK, v_SGV, activations, scale)
+        kernels = _backward_kernels(*operands, activations)
+        given: dict[str, Any] = {
+            "deterministic": deterministic or torch.are_deterministic_algorithms_enabled()
+        }
+        if hasattr(kernels, "WRITES_INTO"):
+            given["grad_v_SGV"] = grad_v_SGV
+        grad_seeds_PHK, grad_k_SGK, made_SGV = kernels.launch_backward(
+            grad_out_BPHV.contiguous(),
+            *operands,
+            out_BPHV.contiguous(),
+            lse_BPH.contiguous(),
+            k_offsets_O.contiguous(),
+            activations=activations,
+            scale=scale,
+            **given,
+        )
+        return -grad_seeds_PHK if sign < 0 else grad_seeds_PHK, grad_k_SGK, made_SGV
+    (k_lengths_B,) = demand_lengths(_NAME, k_lengths_B)
+    return pooled_attention_backward_reference(
+        grad_out_BPHV,
+        seeds_PHK,
+        k_SGK,
+        v_SGV,
+        out_BPHV,
+        k_lengths_B,
+        _per_head(activations),
+        scale,
+    )
+
+
 @torch.library.custom_op("gem_attention::pooled_attention_backward", mutates_args=())
 def _backward(
     grad_out_BPHV: Tensor,
@@ -114,31 +164,46 @@ def _backward(
     k_tokens: int,
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if choose_implementation(_NAME, impl, seeds_PHK, v_SGV) == "triton":
-        operands, scale, sign = _operands(seeds_PHK, k_SGK, v_SGV, activations, scale)
-        kernels = _backward_kernels(*operands, activations)
-        grad_seeds_PHK, grad_k_SGK, grad_v_SGV = kernels.launch_backward(
-            grad_out_BPHV.contiguous(),
-            *operands,
-            out_BPHV.contiguous(),
-            lse_BPH.contiguous(),
-            k_offsets_O.contiguous(),
-            activations=activations,
-            scale=scale,
-            deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
-        )
-        return -grad_seeds_PHK if sign < 0 else grad_seeds_PHK, grad_k_SGK, grad_v_SGV
-    (k_lengths_B,) = demand_lengths(_NAME, k_lengths_B)
-    return pooled_attention_backward_reference(
-        grad_out_BPHV,
-        seeds_PHK,
-        k_SGK,
-        v_SGV,
-        out_BPHV,
-        k_lengths_B,
-        _per_head(activations),
-        scale,
+    return _gradients(
+        *(grad_out_BPHV, seeds_PHK, k_SGK, v_SGV, out_BPHV, lse_BPH, k_offsets_O, k_lengths_B),
+        *(activations, scale, deterministic, k_tokens, impl),
     )
+
+
+@torch.library.custom_op(
+    "gem_attention::pooled_attention_backward_into", mutates_args=("grad_v_SGV",)
+)
+def _backward_into(
+    grad_v_SGV: Tensor,
+    grad_out_BPHV: Tensor,
+    seeds_PHK: Tensor,
+    k_SGK: Tensor,
+    v_SGV: Tensor,
+    out_BPHV: Tensor,
+    lse_BPH: Tensor,
+    k_offsets_O: Tensor,
+    k_lengths_B: Tensor | None,
+    activations: str,
+    scale: float,
+    deterministic: bool,  # noqa: FBT001
+    k_tokens: int,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    grad_seeds_PHK, grad_k_SGK, made_SGV = _gradients(
+        *(grad_out_BPHV, seeds_PHK, k_SGK, v_SGV, out_BPHV, lse_BPH, k_offsets_O, k_lengths_B),
+        *(activations, scale, deterministic, k_tokens, impl),
+        grad_v_SGV=grad_v_SGV,
+    )
+    if made_SGV is not grad_v_SGV:
+        grad_v_SGV.copy_(made_SGV)
+    return grad_seeds_PHK, grad_k_SGK
+
+
+@_backward_into.register_fake
+def _(
+    grad_v_SGV: Tensor, grad_out_BPHV: Tensor, seeds_PHK: Tensor, k_SGK: Tensor, *_: Any
+) -> tuple[Tensor, Tensor]:
+    return seeds_PHK.new_empty(seeds_PHK.shape), k_SGK.new_empty(k_SGK.shape)
 
 
 @_backward.register_fake
@@ -213,7 +278,13 @@ def _differentiate(
     saved = ctx.saved_tensors
     if grad_out_BPHV is None:
         grad_out_BPHV = torch.zeros_like(saved[3])
-    gradients = torch.ops.gem_attention.pooled_attention_backward(grad_out_BPHV, *saved, *ctx.rest)
+    given = (grad_out_BPHV, *saved, *ctx.rest)
+    grad_v_SGV = open_room(saved[2])
+    if grad_v_SGV is None:
+        gradients = torch.ops.gem_attention.pooled_attention_backward(*given)
+    else:
+        into = torch.ops.gem_attention.pooled_attention_backward_into
+        gradients = (*into(grad_v_SGV, *given), grad_v_SGV)
     return (*gradients, *([None] * 7))
 
 
@@ -252,6 +323,7 @@ def _backward_cost(
 
 register_flops(_forward, _forward_cost)
 register_flops(_backward, _backward_cost)
+register_flops(_backward_into, lambda _grad_v, *rest: _backward_cost(*rest))
 
 
 def pooled_attention(

@@ -118,7 +118,7 @@ def _backward_kernel(
     grad_q_ptr, grad_k_ptr, grad_v_ptr, qkv_ptr, position_ptr, gap_ptr, rates_ptr, out_ptr, tokens,
     heads, key_heads, width, time_scale, eps,
     NORMED: tl.constexpr, TURNED: tl.constexpr, GAPS: tl.constexpr, H: tl.constexpr,
-    G: tl.constexpr, BLOCK_K: tl.constexpr, TOKENS: tl.constexpr,
+    G: tl.constexpr, BLOCK_K: tl.constexpr, TOKENS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
     row = (heads + 2 * key_heads) * width
     begin = tl.program_id(0).to(tl.int64) * TOKENS
@@ -138,10 +138,11 @@ def _backward_kernel(
             grad_k_ptr, qkv_ptr, out_ptr, t, heads, key_heads, width, row, cos, sin, eps, NORMED,
             TURNED, G, BLOCK_K,
         )  # fmt: skip
-        _heads_backward(
-            grad_v_ptr, qkv_ptr, out_ptr, t, heads + key_heads, key_heads, width, row, cos, sin,
-            eps, False, False, G, BLOCK_K,
-        )  # fmt: skip
+        if VALUES:
+            _heads_backward(
+                grad_v_ptr, qkv_ptr, out_ptr, t, heads + key_heads, key_heads, width, row, cos, sin,
+                eps, False, False, G, BLOCK_K,
+            )  # fmt: skip
 
 
 def _launch_constants(qkv, position_T, gap_T, heads, key_heads, *, normed):
@@ -178,19 +179,22 @@ def launch_forward(
 
 
 def launch_backward(
-    grad_q, grad_k, grad_v, qkv, position_T, gap_T, rates, *, normed, time_scale_s, eps
-):
-    """Return the gradient of the heads of all tokens."""
+    grad_q, grad_k, grad_v, qkv, position_T, gap_T, rates, *, normed, time_scale_s, eps,
+    beside=None,
+):  # fmt: skip
+    """Return the gradient of the heads of all tokens; ``beside`` it, if it holds the values'."""
     qkv = qkv.contiguous()
-    grad_q, grad_k, grad_v = (g.contiguous() for g in (grad_q, grad_k, grad_v))
+    grad_q, grad_k = grad_q.contiguous(), grad_k.contiguous()
+    if beside is None:
+        grad_v = grad_v.contiguous()
     tokens, heads, width = grad_q.shape
     key_heads = grad_k.shape[1]
-    out = empty_like(qkv)
+    out = empty_like(qkv) if beside is None else beside
     if tokens:
         with on_device(qkv):
             _backward_kernel[(triton.cdiv(tokens, _TOKENS),)](
                 grad_q, grad_k, grad_v, qkv, _or(position_T, rates), _or(gap_T, rates), rates, out,
-                tokens, heads, key_heads, width, float(time_scale_s), eps,
+                tokens, heads, key_heads, width, float(time_scale_s), eps, VALUES=beside is None,
                 **_launch_constants(qkv, position_T, gap_T, heads, key_heads, normed=normed),
             )  # fmt: skip
     return out

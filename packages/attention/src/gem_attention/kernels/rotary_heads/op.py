@@ -12,6 +12,7 @@ from gem_attention.kernels.rotary_heads.reference import (
     rotary_heads_backward_reference,
     rotary_heads_reference,
 )
+from gem_attention.rooms import Room
 from gem_attention.rotary import check_gaps, turn_rates
 from gem_jagged.batch import Layout
 from gem_jagged.offsets import positions
@@ -96,6 +97,38 @@ def _(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, qkv: Tensor, *_: Any) -> T
     return torch.empty_like(qkv, memory_format=torch.contiguous_format)
 
 
+@torch.library.custom_op("gem_attention::rotary_heads_backward_beside", mutates_args=("grad",))
+def _backward_beside(
+    grad: Tensor,
+    grad_q: Tensor,
+    grad_k: Tensor,
+    qkv: Tensor,
+    position_T: Tensor | None,
+    gap_T: Tensor | None,
+    rates: Tensor,
+    normed: bool,  # noqa: FBT001
+    time_scale_s: float,
+    eps: float,
+    impl: str,
+) -> None:
+    """Write the gradient of queries and keys beside that of the values, which ``grad`` holds."""
+    given = {"normed": normed, "time_scale_s": time_scale_s, "eps": eps}
+    rest = (qkv, position_T, gap_T, rates)
+    values = grad_q.shape[1] + grad_k.shape[1]
+    if resolve_impl(impl, qkv.device, _NAME, has_triton=_HAS_TRITON) == "triton":
+        from gem_attention.kernels.rotary_heads.kernel import launch_backward
+
+        launch_backward(grad_q, grad_k, grad[:, values:], *rest, **given, beside=grad)
+        return
+    made = rotary_heads_backward_reference(grad_q, grad_k, grad[:, values:], *rest, **given)
+    grad[:, :values] = made[:, :values]
+
+
+@_backward_beside.register_fake
+def _(grad: Tensor, *_: Any) -> None:
+    return None
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     qkv, position_T, gap_T, rates, _, _, normed, ctx.copies_values, *rest = inputs
     ctx.given = (normed, *rest)
@@ -120,11 +153,12 @@ class _HeadsBesideValues(torch.autograd.Function):
     """Queries and keys of the operator, and values where they lie; one gradient for all.
 
     An operator may not return a view of what it is given, and a slice beside it would have a
-    gradient of its own, as large as the projection.
+    gradient of its own, as large as the projection. The gradient of the values is written where it
+    belongs by those operators that know of rooms (``gem_attention.rooms``), or copied there.
     """
 
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, qkv: Tensor, room: Room, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
         position_T, gap_T, rates, heads, key_heads, normed, *rest = given
         q, k, _ = torch.ops.gem_attention.rotary_heads(
             *(qkv, position_T, gap_T, rates, heads, key_heads, normed),
@@ -133,6 +167,7 @@ class _HeadsBesideValues(torch.autograd.Function):
         )
         ctx.save_for_backward(qkv, position_T, gap_T, rates)
         ctx.given = (normed, *rest)
+        ctx.room = room
         return q, k, qkv[:, heads + key_heads :]
 
     @staticmethod
@@ -140,8 +175,13 @@ class _HeadsBesideValues(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator's own type
         ctx: Any, *grads: Tensor
     ) -> tuple[Tensor | None, ...]:
-        grad = torch.ops.gem_attention.rotary_heads_backward(*grads, *ctx.saved_tensors, *ctx.given)
-        return grad, *[None] * 9
+        given = (*ctx.saved_tensors, *ctx.given)
+        grad = ctx.room.found(grads[2])
+        if grad is None:
+            grad = torch.ops.gem_attention.rotary_heads_backward(*grads, *given)
+        else:
+            torch.ops.gem_attention.rotary_heads_backward_beside(grad, *grads[:2], *given)
+        return grad, *[None] * 10
 
 
 def _forward_cost(
@@ -186,8 +226,13 @@ def _backward_cost(
     )
 
 
+def _beside_cost(grad: Tensor, grad_q: Tensor, grad_k: Tensor, *rest: Any) -> Cost:
+    return _backward_cost(grad_q, grad_k, grad, *rest)
+
+
 register_flops(_forward, _forward_cost)
 register_flops(_backward, _backward_cost)
+register_flops(_backward_beside, _beside_cost)
 
 
 def rotary_heads(
@@ -286,7 +331,10 @@ def rotary_heads(
     given = (qkv, position_T, gap_T, rates, heads, key_heads, normed)
     rest = (rote_time_scale_s, eps, chosen)
     if not copies_values and not torch.compiler.is_compiling():
-        return _HeadsBesideValues.apply(*given, *rest)
+        room = Room((qkv.shape[0], qkv.shape[1], qkv.shape[2]), heads + key_heads)
+        q, k, v = _HeadsBesideValues.apply(qkv, room, *given[1:], *rest)
+        room.give(v)
+        return q, k, v
     return torch.ops.gem_attention.rotary_heads(
         *given,
         True,  # noqa: FBT003 - values are copied

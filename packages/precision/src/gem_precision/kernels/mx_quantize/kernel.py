@@ -28,24 +28,37 @@ _TILES = {"rows": (4, 2), "columns": (2, 1), "both": (4, 2), "square": (4, 4)}
 _BLOCKS = 4  # of a tile of the inverse
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _mx_quantize_kernel(
-    x_ptr, rows_ptr, row_scales_ptr, columns_ptr, column_scales_ptr, rows, width, blocks_d,
-    tiles_d, stride_t, seed,
+@triton.jit
+def element_codes(
+    bits, spread, t, first, orientation, seed, MANTISSA_BITS: tl.constexpr,
+    LEAST_EXPONENT: tl.constexpr, LARGEST_CODE: tl.constexpr, CAST: tl.constexpr,
+    CHANCE: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Return bytes of elements, given the code of each one's scale."""
+    if CHANCE:
+        words = words_of_columns(
+            seed, t, t * 0 + first // BLOCKS, t * 0 + orientation, BLOCKS * BLOCK
+        )
+        code = chance_code(bits, spread, words, MANTISSA_BITS, LEAST_EXPONENT, LARGEST_CODE)
+    elif CAST:
+        code = cast_code(bits, spread, MANTISSA_BITS)
+    else:
+        code = element_code(bits, spread, MANTISSA_BITS, LEAST_EXPONENT, LARGEST_CODE)
+    return code
+
+
+@triton.jit
+def store_tile(
+    bits, t, d, first, strip, mask, rows_ptr, row_scales_ptr, columns_ptr, column_scales_ptr, rows,
+    width, blocks_d, seed,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, SQUARE: tl.constexpr, RCEIL: tl.constexpr,
     MANTISSA_BITS: tl.constexpr, LEAST_EXPONENT: tl.constexpr, LARGEST_EXPONENT: tl.constexpr,
     LARGEST_CODE: tl.constexpr, CAST: tl.constexpr, CHANCE: tl.constexpr, BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    strip = (tl.program_id(0) // tiles_d).to(tl.int64)
-    first = (tl.program_id(0) % tiles_d) * BLOCKS
-    t = strip * BLOCK + tl.arange(0, BLOCK)
+    """Quantise a tile of 32 rows, given as the bits of fp32 numbers, 0 outside of the matrix."""
     m = first + tl.arange(0, BLOCKS)
-    # Two dims: with blocks as a third a thread would hold few rows of a column, and shuffle for it.
-    d = first * BLOCK + tl.arange(0, BLOCKS * BLOCK)
     in_t, in_m, in_d = t < rows, m < blocks_d, d < width
-    mask = in_t[:, None] & in_d[None, :]
-    bits = bits_of(tl.load(x_ptr + (t * stride_t)[:, None] + d[None, :], mask=mask, other=0))
     magnitude = bits & 0x7FFFFFFF
     to = (t * width)[:, None] + d[None, :]
     if ROWS or SQUARE:
@@ -61,26 +74,42 @@ def _mx_quantize_kernel(
             tl.store(row_scales_ptr + at, scale.to(tl.uint8), mask=in_t[:, None] & in_m[None, :])
         spread = tl.broadcast_to(scale[:, :, None], (BLOCK, BLOCKS, BLOCK))
         spread = tl.reshape(spread, (BLOCK, BLOCKS * BLOCK))
-        if CHANCE:
-            words = words_of_columns(seed, t, t * 0 + first // BLOCKS, t * 0, BLOCKS * BLOCK)
-            code = chance_code(bits, spread, words, MANTISSA_BITS, LEAST_EXPONENT, LARGEST_CODE)
-        elif CAST:
-            code = cast_code(bits, spread, MANTISSA_BITS)
-        else:
-            code = element_code(bits, spread, MANTISSA_BITS, LEAST_EXPONENT, LARGEST_CODE)
+        code = element_codes(
+            bits, spread, t, first, 0, seed, MANTISSA_BITS, LEAST_EXPONENT, LARGEST_CODE, CAST,
+            CHANCE, BLOCKS, BLOCK,
+        )  # fmt: skip
         tl.store(rows_ptr + to, code, mask=mask)
     if COLUMNS:
         scale = scale_code(tl.max(magnitude, axis=0), RCEIL, LARGEST_EXPONENT)
         tl.store(column_scales_ptr + strip * width + d, scale.to(tl.uint8), mask=in_d)
-        spread = scale[None, :]
-        if CHANCE:
-            words = words_of_columns(seed, t, t * 0 + first // BLOCKS, t * 0 + 1, BLOCKS * BLOCK)
-            code = chance_code(bits, spread, words, MANTISSA_BITS, LEAST_EXPONENT, LARGEST_CODE)
-        elif CAST:
-            code = cast_code(bits, spread, MANTISSA_BITS)
-        else:
-            code = element_code(bits, spread, MANTISSA_BITS, LEAST_EXPONENT, LARGEST_CODE)
+        code = element_codes(
+            bits, scale[None, :], t, first, 1, seed, MANTISSA_BITS, LEAST_EXPONENT, LARGEST_CODE,
+            CAST, CHANCE, BLOCKS, BLOCK,
+        )  # fmt: skip
         tl.store(columns_ptr + to, code, mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _mx_quantize_kernel(
+    x_ptr, rows_ptr, row_scales_ptr, columns_ptr, column_scales_ptr, rows, width, blocks_d,
+    tiles_d, stride_t, seed,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SQUARE: tl.constexpr, RCEIL: tl.constexpr,
+    MANTISSA_BITS: tl.constexpr, LEAST_EXPONENT: tl.constexpr, LARGEST_EXPONENT: tl.constexpr,
+    LARGEST_CODE: tl.constexpr, CAST: tl.constexpr, CHANCE: tl.constexpr, BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    strip = (tl.program_id(0) // tiles_d).to(tl.int64)
+    first = (tl.program_id(0) % tiles_d) * BLOCKS
+    t = strip * BLOCK + tl.arange(0, BLOCK)
+    # Two dims: with blocks as a third a thread would hold few rows of a column, and shuffle for it.
+    d = first * BLOCK + tl.arange(0, BLOCKS * BLOCK)
+    mask = (t < rows)[:, None] & (d < width)[None, :]
+    bits = bits_of(tl.load(x_ptr + (t * stride_t)[:, None] + d[None, :], mask=mask, other=0))
+    store_tile(
+        bits, t, d, first, strip, mask, rows_ptr, row_scales_ptr, columns_ptr, column_scales_ptr,
+        rows, width, blocks_d, seed, ROWS, COLUMNS, SQUARE, RCEIL, MANTISSA_BITS, LEAST_EXPONENT,
+        LARGEST_EXPONENT, LARGEST_CODE, CAST, CHANCE, BLOCKS, BLOCK,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -126,23 +155,45 @@ def _mx_dequantize_kernel(
     tl.store(y_ptr + to, bits.to(tl.float32, bitcast=True), mask=mask)
 
 
-def launch_quantize(x_TD, *, scaling, element, along, seed=None):
-    """Return elements and scales by rows, then by columns; what is not asked for is empty."""
-    (rows, width), form = x_TD.shape, ELEMENTS[element]
+def empty_outputs(x_TD, along):
+    """Return room for elements and scales by rows, then by columns; none for what is not asked."""
+    rows, width = x_TD.shape
     strips, blocks_d = triton.cdiv(rows, BLOCK), triton.cdiv(width, BLOCK)
     shapes = {"rows": (rows, blocks_d), "both": (rows, blocks_d), "square": (strips, blocks_d)}
 
     def empty(*shape):
         return torch.empty(shape, dtype=torch.uint8, device=x_TD.device)
 
-    by_rows = along in shapes
     by_columns = along in ("columns", "both")
-    outputs = (
-        empty(*(x_TD.shape if by_rows else (0, 0))),
+    return (
+        empty(*(x_TD.shape if along in shapes else (0, 0))),
         empty(*shapes.get(along, (0, 0))),
         empty(*(x_TD.shape if by_columns else (0, 0))),
         empty(*((strips, width) if by_columns else (0, 0))),
     )
+
+
+def constants_of(scaling, element, along):
+    """Return the constants of a kernel that say which bytes come out."""
+    form = ELEMENTS[element]
+    return {
+        "ROWS": along in ("rows", "both"),
+        "COLUMNS": along in ("columns", "both"),
+        "SQUARE": along == "square",
+        "RCEIL": scaling == "mxfp8_rceil",
+        "MANTISSA_BITS": form.mantissa_bits,
+        "LEAST_EXPONENT": form.least_exponent,
+        "LARGEST_EXPONENT": form.largest_exponent,
+        "LARGEST_CODE": form.largest_code,
+        "BLOCK": BLOCK,
+    }
+
+
+def launch_quantize(x_TD, *, scaling, element, along, seed=None):
+    """Return elements and scales by rows, then by columns; what is not asked for is empty."""
+    rows, width = x_TD.shape
+    strips, blocks_d = triton.cdiv(rows, BLOCK), triton.cdiv(width, BLOCK)
+    outputs = empty_outputs(x_TD, along)
     if x_TD.numel() == 0:
         return outputs
     x = (x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()).view(BITS[x_TD.dtype])
@@ -153,12 +204,8 @@ def launch_quantize(x_TD, *, scaling, element, along, seed=None):
     with on_device(x):
         _mx_quantize_kernel[(strips * tiles_d,)](
             x, *outputs, rows, width, blocks_d, tiles_d, x.stride(0), seed or 0,
-            ROWS=along in ("rows", "both"), COLUMNS=by_columns, SQUARE=along == "square",
-            RCEIL=scaling == "mxfp8_rceil", MANTISSA_BITS=form.mantissa_bits,
-            LEAST_EXPONENT=form.least_exponent, LARGEST_EXPONENT=form.largest_exponent,
-            LARGEST_CODE=form.largest_code, CAST=cast, CHANCE=seed is not None,
-            BLOCKS=blocks, BLOCK=BLOCK,
-            num_warps=warps,
+            **constants_of(scaling, element, along), CAST=cast, CHANCE=seed is not None,
+            BLOCKS=blocks, num_warps=warps,
         )  # fmt: skip
     return outputs
 

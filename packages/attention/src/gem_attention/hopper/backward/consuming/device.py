@@ -20,6 +20,7 @@ from gem_attention.hopper.backward.items.device import (
     item_of,
     part_of,
     part_place,
+    shared_row,
     writes_alone,
 )
 from gem_attention.hopper.backward.leaving.device import add_part, next_queries, put_part
@@ -49,6 +50,7 @@ def consume_items(  # noqa: PLR0915
     left,
     right,
     scale,
+    copies,
     HALF: gl.constexpr,
     KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
@@ -59,6 +61,7 @@ def consume_items(  # noqa: PLR0915
     LEFT: gl.constexpr,
     RIGHT: gl.constexpr,
     ACTIVATIONS: gl.constexpr,
+    SHARED: gl.constexpr,
 ):
     """Run a consumer warpgroup, which has half of each item's keys, until no item is left."""
     dq_desc, rows_desc, dk_desc, dv_desc = descs
@@ -91,8 +94,11 @@ def consume_items(  # noqa: PLR0915
         )
         key = tile * KEYS + HALF * MINE
         steps = (stop - first) * GROUP
-        alone = writes_alone(k_length, KEYS, LEFT, RIGHT)
-        padded = padded_row(q_begin, sequence, ROWS) + first * ROWS
+        alone = writes_alone(k_length, KEYS, LEFT, RIGHT, SHARED)
+        if SHARED:
+            padded = shared_row(sequence, q_length, copies, ROWS) + first * ROWS
+        else:
+            padded = padded_row(q_begin, sequence, ROWS) + first * ROWS
         place = part_place(padded, (kv_head - head_begin) * GROUP, HALF, HEADS, WIDTH)
         q_tile = first
         head = kv_head * GROUP

@@ -117,7 +117,7 @@ def convert_items(
         tiles = (k_length + KEYS - 1) // KEYS
         blocks = (q_length + SIDE - 1) // SIDE
         mine = (gl.maximum(blocks - tile, 0) + tiles - 1) // tiles
-        if writes_alone(k_length, KEYS, LEFT, RIGHT):
+        if writes_alone(k_length, KEYS, LEFT, RIGHT, False):
             mine = mine * 0
         pieces = mine * (GROUP * PER_BLOCK)
         # Pieces of one block, then of the next head's, then of the next block.

@@ -42,6 +42,7 @@ from gem_attention.hopper.backward.loading.device import load_items
         "head_before",
         "part_before",
         "zeros",
+        "copies",
     ]
 )
 def backward_kernel(
@@ -72,6 +73,7 @@ def backward_kernel(
     head_before,
     part_before,
     zeros,
+    copies,
     scale,
     KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
@@ -84,11 +86,13 @@ def backward_kernel(
     RIGHT: gl.constexpr,
     DTYPE: gl.constexpr,
     ACTIVATIONS: gl.constexpr,
+    SHARED: gl.constexpr,
 ):
     """Do the items of some key heads and one part of the list, and convert the launch before.
 
     Writes dk and dv (S, G·D), and dq of sequences whose keys fill no more than one tile; adds dq of
-    the others to ``sums``.
+    the others to ``sums``. Where SHARED, every sequence has the queries of ``q_desc``, and all add
+    to ``sums``, which holds these ``copies`` times.
     """
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     WIDE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
@@ -145,6 +149,7 @@ def backward_kernel(
                     left,
                     right,
                     scale,
+                    copies,
                     0,
                     KV_HEADS,
                     GROUP,
@@ -155,6 +160,7 @@ def backward_kernel(
                     LEFT,
                     RIGHT,
                     ACTIVATIONS,
+                    SHARED,
                 ),
             ),
             (
@@ -172,6 +178,7 @@ def backward_kernel(
                     left,
                     right,
                     scale,
+                    copies,
                     1,
                     KV_HEADS,
                     GROUP,
@@ -182,6 +189,7 @@ def backward_kernel(
                     LEFT,
                     RIGHT,
                     ACTIVATIONS,
+                    SHARED,
                 ),
             ),
             (
@@ -204,6 +212,7 @@ def backward_kernel(
                     LEFT,
                     RIGHT,
                     ACTIVATIONS == "softmax",
+                    SHARED,
                 ),
             ),
             (

@@ -49,14 +49,30 @@ def part_of(lists, part):
 
 
 @gluon.jit
-def writes_alone(k_length, KEYS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+def writes_alone(
+    k_length,
+    KEYS: gl.constexpr,
+    LEFT: gl.constexpr,
+    RIGHT: gl.constexpr,
+    SHARED: gl.constexpr,
+):
     """Whether one tile holds all keys of a sequence, so that its item writes dq without a sum.
 
-    Within windows it adds like others, because its keys need not be seen by all queries.
+    Within windows it adds like others, because its keys need not be seen by all queries; and so it
+    does where all sequences have the same queries.
     """
-    if LEFT or RIGHT:
+    if LEFT or RIGHT or SHARED:
         return False
     return k_length <= KEYS
+
+
+@gluon.jit
+def shared_row(sequence, q_length, copies, ROWS: gl.constexpr):
+    """Return where the sums of queries begin that are the same for every sequence.
+
+    The buffer holds them several times, and sequences take turns, so that fewer additions meet.
+    """
+    return sequence % copies * ((q_length + ROWS - 1) // ROWS * ROWS)
 
 
 @gluon.jit

@@ -27,6 +27,7 @@ def load_items(
     LEFT: gl.constexpr,
     RIGHT: gl.constexpr,
     SOFTMAX: gl.constexpr,
+    SHARED: gl.constexpr,
 ):
     """Run the loading warp until no item is left."""
     TILE_BYTES: gl.constexpr = ROWS * WIDTH * 2 + (ROWS * 4 if SOFTMAX else 0)
@@ -61,12 +62,11 @@ def load_items(
             for q_tile in range(first, stop):
                 stage = step % STAGES
                 row = padded + q_tile * ROWS
-                q_place = [
-                    BOUND,
-                    q_begin + q_length,
-                    BOUND - q_length + q_tile * ROWS,
-                    head * WIDTH,
-                ]
+                below = BOUND - q_length + q_tile * ROWS
+                g_place = [BOUND, q_begin + q_length, below, head * WIDTH]
+                q_place = g_place
+                if SHARED:
+                    q_place = [BOUND, q_length, below, head * WIDTH]
                 mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
                 mbarrier.expect(q_full.index(stage), TILE_BYTES)
                 if SOFTMAX:
@@ -93,5 +93,5 @@ def load_items(
                         delta_desc, [head, row], g_full.index(stage), line
                     )
                 block = g_smem.index(stage)._reinterpret(dtype, [1, 1, ROWS, WIDTH], g_desc.layout)
-                tma.async_copy_global_to_shared(g_desc, q_place, g_full.index(stage), block)
+                tma.async_copy_global_to_shared(g_desc, g_place, g_full.index(stage), block)
                 step += 1

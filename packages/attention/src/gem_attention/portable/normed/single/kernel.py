@@ -1,9 +1,7 @@
-"""``normed_attention`` of tokens with one head and few keys: forward and backward in one pass each.
+"""``normed_attention`` of tokens with one head and few keys: a forward alone, in one pass.
 
-A program keeps the keys and values of a sequence and walks over its tokens: a row is read once,
-both norms see it whole in registers, and one row is written. The forward cuts long sequences into
-stretches; the backward takes a sequence as a whole, because the gradients of keys and values stay
-in registers until its last token, so that there are no atomics and bits are the same in every run.
+A program keeps the keys and values of a sequence and walks over a stretch of its tokens: a row is
+read once, both norms see it whole in registers, and one row is written.
 
 f(0) = 0, and rows beyond the end are read as 0, so no score is masked.
 """
@@ -11,7 +9,7 @@ f(0) = 0, and rows beyond the end are read as 0, so no score is masked.
 import triton
 import triton.language as tl
 
-from gem_attention.portable.activations.device import activated, activated_with_slope
+from gem_attention.portable.activations.device import activated
 from gem_attention.portable.device import PRECISION
 from gem_attention.tiling.device import load_rows, sequence, store_rows
 
@@ -98,97 +96,3 @@ def normed_attention_forward_kernel(
         x_td = _rows_again(x_ptr, stride_x_t, t0, ql, BLOCK_T, WIDTH, BLOCK_D)
         out_td = a_td * rstd_t[:, None] + x_td
         store_rows(out_ptr, WIDTH, t0, ql, out_td, BLOCK_T, WIDTH, BLOCK_D)
-
-
-@triton.jit(do_not_specialize=[*_COUNTS, "capacity"])
-def normed_attention_backward_kernel(
-    x_ptr,
-    k_ptr,
-    v_ptr,
-    grad_ptr,
-    grad_x_ptr,
-    grad_k_ptr,
-    grad_v_ptr,
-    entries_ptr,
-    count_ptr,
-    q_offsets_ptr,
-    k_offsets_ptr,
-    q_tokens,
-    k_tokens,
-    batch,
-    capacity,
-    scale,
-    eps,
-    out_eps,
-    stride_x_t,
-    stride_k_s,
-    stride_v_s,
-    stride_g_t,
-    WIDTH: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    FAST: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Write all gradients of one sequence, or the zeros of a tile of keys behind the last one.
-
-    Programs before ``capacity`` take the list, most tokens first, those from there on sequences
-    without keys, which are not in it.
-    """
-    item = tl.program_id(0)
-    tile = 0
-    b = item - capacity
-    if item < capacity:
-        if item >= tl.load(count_ptr):
-            return
-        b = tl.load(entries_ptr + item * 2)
-        tile = tl.load(entries_ptr + item * 2 + 1)
-    q_begin, ql = sequence(q_offsets_ptr, b, batch, q_tokens, True)
-    k_begin, kl = sequence(k_offsets_ptr, b, batch, k_tokens, True)
-    if item >= capacity:
-        if (b < batch) & (kl > 0):
-            return
-        kl = 0 * kl  # the tail of the tokens sees no key
-    elif b == batch:
-        ql = 0 * ql  # the tail of the keys is seen by no token
-    first = k_begin + tile * BLOCK_S
-    k_end = k_begin + kl
-    k_sk = load_rows(k_ptr, stride_k_s, first, k_end, True, BLOCK_S, WIDTH, BLOCK_D)
-    v_sk = load_rows(v_ptr, stride_v_s, first, k_end, True, BLOCK_S, WIDTH, BLOCK_D)
-    x_ptr += q_begin * stride_x_t
-    grad_ptr += q_begin * stride_g_t
-    grad_x_ptr += q_begin * WIDTH
-    grad_k_sk = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
-    grad_v_sk = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
-    for t0 in tl.range(0, ql, BLOCK_T, num_stages=STAGES):
-        x_td = load_rows(x_ptr, stride_x_t, t0, ql, True, BLOCK_T, WIDTH, BLOCK_D).to(tl.float32)
-        grad_td = load_rows(grad_ptr, stride_g_t, t0, ql, True, BLOCK_T, WIDTH, BLOCK_D)
-        mean_t, rstd_t = _statistics(x_td, eps, WIDTH, BLOCK_D)
-        q_td = _used((x_td - mean_t[:, None]) * rstd_t[:, None], WIDTH, BLOCK_D)
-        q_low_td = q_td.to(k_sk.dtype)
-        score_ts = tl.dot(q_low_td, tl.trans(k_sk), input_precision=PRECISION)
-        p_ts, slope_ts = activated_with_slope(score_ts, scale, 0, ACTIVATION, FAST)
-        p_ts = p_ts.to(v_sk.dtype)
-        a_td = tl.dot(p_ts, v_sk, q_td, input_precision=PRECISION)
-        rstd_a_t = 1.0 / tl.sqrt_rn(tl.sum(a_td * a_td, 1) / WIDTH + out_eps)
-        y_td = a_td * rstd_a_t[:, None]
-        grad_td = grad_td.to(tl.float32)
-        along_t = tl.sum(grad_td * y_td, 1) / WIDTH
-        grad_a_td = rstd_a_t[:, None] * (grad_td - y_td * along_t[:, None])
-        grad_low_td = grad_a_td.to(k_sk.dtype)
-        grad_v_sk = tl.dot(tl.trans(p_ts), grad_low_td, grad_v_sk, input_precision=PRECISION)
-        grad_p_ts = tl.dot(grad_low_td, tl.trans(v_sk), input_precision=PRECISION)
-        grad_s_ts = (grad_p_ts * (slope_ts * scale)).to(k_sk.dtype)
-        grad_k_sk = tl.dot(tl.trans(grad_s_ts), q_low_td, grad_k_sk, input_precision=PRECISION)
-        grad_q_td = tl.dot(grad_s_ts, k_sk, grad_a_td, input_precision=PRECISION)
-        x_td = _rows_again(x_ptr, stride_x_t, t0, ql, BLOCK_T, WIDTH, BLOCK_D)
-        q_td = _used((x_td - mean_t[:, None]) * rstd_t[:, None], WIDTH, BLOCK_D)
-        along_t = tl.sum(grad_q_td * q_td, 1) / WIDTH
-        grad_q_td -= (tl.sum(grad_q_td, 1) / WIDTH)[:, None] + q_td * along_t[:, None]
-        grad_td = _rows_again(grad_ptr, stride_g_t, t0, ql, BLOCK_T, WIDTH, BLOCK_D)
-        grad_x_td = grad_q_td * rstd_t[:, None] + grad_td
-        store_rows(grad_x_ptr, WIDTH, t0, ql, grad_x_td, BLOCK_T, WIDTH, BLOCK_D)
-    store_rows(grad_k_ptr, WIDTH, first, k_end, grad_k_sk, BLOCK_S, WIDTH, BLOCK_D)
-    store_rows(grad_v_ptr, WIDTH, first, k_end, grad_v_sk, BLOCK_S, WIDTH, BLOCK_D)

@@ -1,0 +1,228 @@
+"""What the way of several ranks costs beside communication, on one GPU.
+
+    python packages/gem/benchmarks/bench_one_rank.py --recipe h200
+
+The trainer's own step of one model, once as one rank takes it and once for each way of several
+ranks, with a process group of one rank: gradients are put together for others, weights gathered,
+ids and vectors sent, all to itself. Rounds of the ways alternate in one process, so that a card
+that gets slower does not decide. All models lie in memory at once: tables are made small.
+
+Shown for each way: time of a step, of the host for one step from an idle device, kernels of a step
+and how long they run, and lookups for whose sizes the host had to wait. That both learn the same is
+what losses show. Rows go to ``results/<device>/one_rank.jsonl``.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from gem.config import RunConfig, load_recipe
+from gem.data.batch import ExampleBatch
+from gem.dry_run.build import build_step
+from gem.dry_run.inputs import random_batch, uniform_lengths
+from gem.planning.schema import declared_schema
+from gem.train.clock import StepClock
+from gem.train.guard import Guard
+from gem.train.loop_state import LoopState
+from gem.train.step import TrainStep
+from gem_opkit.bench import device_folder, provenance, write_rows
+from gem_opkit.ceilings import device_name
+from gem_parallel.launch import World
+from gem_parallel.testing import one_rank_group
+
+RESULTS = Path(__file__).resolve().parents[3] / "results"
+BATCHES, WARM_UP, TOTAL = 2, 3, 10_000
+WAYS = ("replicate", "expert", "shard")
+BEGAN = time.perf_counter()
+
+
+class Way:
+    """One model on one way.
+
+    Args:
+        name: ``single``, or an axis of the dense plan.
+        config: the run.
+        world: says which way is gone.
+        batches: to train on, in turns.
+    """
+
+    def __init__(
+        self, name: str, config: RunConfig, world: World, batches: Sequence[ExampleBatch]
+    ) -> None:
+        self.name, self.batches, self.number = name, batches, 0
+        self.step: TrainStep = build_step(
+            config,
+            declared_schema(config),
+            world,
+            total_steps=TOTAL,
+            clock=StepClock(world.device),
+            guard=Guard(config.train.guard, world, LoopState()),
+        )
+        self.step.model.train()
+        self.step_ms: list[float] = []
+        self.host_ms: list[float] = []
+        self.losses: list[float] = []
+
+    def take(self) -> torch.Tensor:
+        """Train one batch; the next one is known, as in a run."""
+        batch, following = (self.batches[(self.number + i) % BATCHES] for i in (0, 1))
+        self.step.clock.begin_step()
+        self.step.expect(following)
+        loss = self.step(batch, self.number).loss
+        self.step.clock.end_step()
+        self.number += 1
+        return loss
+
+    def round(self, steps: int, *, timed: bool) -> None:
+        """Take some steps, of which the first begins on an idle device."""
+        on_gpu = self.step.world.device.type == "cuda"
+        if not on_gpu:
+            began = time.perf_counter()
+            for _ in range(steps):
+                loss = self.take()
+                self.step_ms += [1e3 * (time.perf_counter() - began)] * timed
+                began = time.perf_counter()
+            self.losses.append(float(loss))
+            return
+        torch.cuda.synchronize()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+        events[0].record()
+        began = time.perf_counter()
+        for index in range(steps):
+            loss = self.take()
+            events[index + 1].record()
+            if not index:
+                host_ms = 1e3 * (time.perf_counter() - began)
+        torch.cuda.synchronize()
+        if timed:
+            self.host_ms.append(host_ms)
+            # The first one begins with an idle device, as none in a run does.
+            self.step_ms += [a.elapsed_time(b) for a, b in pairwise(events[1:])]
+        self.losses.append(float(loss))
+
+    def kernels(self) -> dict[str, float]:
+        """Kernels of a step, and how long they run together."""
+        if self.step.world.device.type != "cuda":
+            return {}
+        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
+            self.take()
+            torch.cuda.synchronize()
+        found = [e for e in trace.key_averages() if e.device_type == torch.autograd.DeviceType.CUDA]
+        busy_ms = sum(e.self_device_time_total for e in found) / 1e3
+        return {"kernels": sum(e.count for e in found), "busy_ms": busy_ms}
+
+    def waits(self) -> int:
+        """Lookups that the host waited for, all told."""
+        return getattr(self.step.engine, "waits", 0)
+
+
+def main() -> None:
+    """Measure, print, write."""
+    given = _arguments()
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    config = load_recipe(given.recipe, _settings(given))
+    batches = _batches(config, given.examples, device)
+    ways: list[Way] = []
+    with one_rank_group("replicate", device):
+        for name in ("single", *given.ways):
+            world = World(device=device, way=None if name == "single" else name)
+            ways.append(Way(name, config, world, batches))
+            ways[-1].round(WARM_UP, timed=False)
+            _say(f"{name}: losses begin {ways[-1].losses[-1]:.4f}")
+        for _ in range(given.rounds):
+            for way in ways:
+                before = way.waits()
+                way.round(given.steps, timed=True)
+                _say(
+                    f"{way.name}: {median(way.step_ms):.1f} ms, host {way.host_ms[-1:]}, waits "
+                    f"{way.waits() - before}, loss {way.losses[-1]:.5f}"
+                )
+        found = [_row(way, given, config, device) for way in ways]
+    for row in found:
+        row["slower_ms"] = row["step_ms"] - found[0]["step_ms"]
+        _say(str(row))
+    if not given.dry:
+        folder = device_folder(device_name(device))
+        rows = [{**row, **provenance()} for row in found]
+        write_rows(given.out / folder / "one_rank.jsonl", rows)
+
+
+def _row(
+    way: Way, given: argparse.Namespace, config: RunConfig, device: torch.device
+) -> dict[str, Any]:
+    sections = {}
+    if device.type == "cuda":
+        way.step.clock.settle()
+        steps = max(1, way.number)
+        sections = {k: 1e3 * v / steps for k, v in way.step.clock.seconds.items() if v}
+    return {
+        "bench": "one_rank",
+        "case": f"{config.name}, {way.name}, {given.examples} examples",
+        "device": device_name(device),
+        "set": _settings(given),
+        "way": way.name,
+        "rounds": given.rounds,
+        "steps": given.steps,
+        "step_ms": median(way.step_ms),
+        "step_ms_fastest": min(way.step_ms),
+        "step_ms_slowest": max(way.step_ms),
+        "host_ms": median(way.host_ms) if way.host_ms else None,
+        "waits": way.waits(),
+        "sections_ms": sections,
+        "losses": way.losses,
+        **({} if given.no_kernels else way.kernels()),
+    }
+
+
+def _settings(given: argparse.Namespace) -> list[str]:
+    tables = load_recipe(given.recipe).data.hash_rows
+    return [
+        "model.embeddings.initial_rows=by_place",
+        f"train.batch_examples={given.examples}",
+        *(f"data.hash_rows.{name}={given.table_rows}" for name in tables),
+        *given.set,
+    ]
+
+
+def _batches(config: RunConfig, examples: int, device: torch.device) -> list[ExampleBatch]:
+    schema, draw = declared_schema(config), torch.Generator().manual_seed(0)
+    return [
+        random_batch(
+            schema,
+            {s.name: uniform_lengths(examples, s.max_events, draw) for s in schema.streams},
+            draw,
+        ).to(device)
+        for _ in range(BATCHES)
+    ]
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--recipe", default="h200")
+    parser.add_argument("--set", action="append", default=[], help="a.b=value, as in gem train")
+    parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=WAYS)
+    parser.add_argument("--examples", type=int, default=1024)
+    parser.add_argument("--table-rows", type=int, default=200_000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=5, help="of a round, at least 2")
+    parser.add_argument("--no-kernels", action="store_true", help="count no kernels")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--dry", action="store_true", help="write no row")
+    return parser.parse_args()
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{time.perf_counter() - BEGAN:6.1f} s  {text}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

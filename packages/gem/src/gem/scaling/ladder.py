@@ -1,0 +1,277 @@
+"""Climb: train every rung once, predict the last one before it is run, and write it all down.
+
+DIR/spec.json         what is climbed; another one in the same folder is refused
+DIR/rungs/*.json      a rung each, written when it has ended; what is there is not run again
+DIR/prediction.json   written before the last rung of the law begins
+DIR/scaling.json      everything, DIR/scaling.svg and DIR/report.html the pictures of it
+"""
+
+import json
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from gem.scaling.law import Law, fit_law
+from gem.scaling.picture import scaling_svg, write_page
+from gem.scaling.planted import CLICK
+from gem.scaling.rung import RungJob, planted_flops, train_rung
+from gem.scaling.spec import LadderSpec, RungSpec, ScalingSpec
+from gem_opkit.errors import ConfigError, refusal
+
+Told = Callable[[str], None]
+
+
+def climb(
+    spec: ScalingSpec, out: Path, *, device: str = "auto", jobs: int = 1, told: Told | None = None
+) -> dict[str, Any]:
+    """Train what is missing and write the results.
+
+    Args:
+        spec: the ladders.
+        out: folder; what it holds of the same ladders is kept.
+        device: that trains.
+        jobs: rungs that are trained at once, each in a process of its own where there are several.
+        told: gets a line for each rung; None: nobody.
+
+    Returns:
+        the content of ``scaling.json``: ``spec``, ``rungs``; of a law also ``law``, ``prediction``
+        and ``outcome``.
+
+    Raises:
+        ConfigError: the folder holds other ladders, or a recipe of a rung is wrong.
+        DataError: as training, and as `gem.scaling.law.fit_law`.
+    """
+    say = told or (lambda line: None)
+    _claim(spec, out)
+    every = {job_name(job): job for job in _jobs(spec, out, device)}
+    last = _last_rung(spec)
+    before = [j for j in every.values() if last and j.ladder == spec.law and j.rung != last.name]
+    rest = [job for job in every.values() if job not in before]
+    # The dearest first, as they end last; that of the law before all others.
+    rest.sort(key=lambda job: job.ladder != spec.law)
+    with _pool(jobs) as pool:
+        _run(pool, before[::-1], out, say)
+        if last is not None:
+            predict(spec, out, device, say)
+        _run(pool, rest, out, say)
+    found = collect(spec, out)
+    _write(out / "scaling.json", json.dumps(found, indent=1, allow_nan=False) + "\n")
+    _write(out / "scaling.svg", scaling_svg(found))
+    write_page(found, out / "report.html")
+    return found
+
+
+def predict(spec: ScalingSpec, out: Path, device: str, say: Told) -> dict[str, Any]:
+    """Say where the last rung of the law will lie, once, before it is run.
+
+    Args:
+        spec: with a law.
+        out: folder that holds its other rungs.
+        device: as for `climb`.
+        say: gets the line.
+
+    Returns:
+        the content of ``prediction.json``.
+
+    Raises:
+        ConfigError: the last rung is there and a prediction is not.
+    """
+    path, rung = out / "prediction.json", _last_rung(spec)
+    assert_rung = [job for job in _jobs(spec, out, device) if job.ladder == spec.law]
+    own = [job for job in assert_rung if rung is not None and job.rung == rung.name]
+    if path.is_file():
+        return json.loads(path.read_text(encoding="utf-8"))
+    there = [job_name(job) for job in own if _file(out, job).is_file()]
+    if there:
+        raise ConfigError(
+            refusal(
+                "gem scaling",
+                "--out",
+                must="hold a prediction that was written before its rung was run",
+                got=f"{there[0]}, and no {path.name}",
+                fix="remove that rung's file, or climb in another folder",
+            )
+        )
+    flops, ne = _points(spec, out)
+    law = fit_law(flops, ne, confidence=spec.confidence)
+    cost = planted_flops(own[0])
+    low, high = law.predicted(cost)
+    found = {
+        "ladder": spec.law,
+        "rung": own[0].rung,
+        "flops_per_example": cost,
+        "ne": law.at(cost),
+        "low": low,
+        "high": high,
+        "law": _told_law(law),
+        "written_at": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    _write(path, json.dumps(found, indent=1, allow_nan=False) + "\n")
+    say(
+        f"predicted: {own[0].rung} of {spec.law}, {cost:.3g} FLOPs an example: NE "
+        f"{found['ne']:.5f} [{low:.5f}, {high:.5f}]"
+    )
+    return found
+
+
+def collect(spec: ScalingSpec, out: Path) -> dict[str, Any]:
+    """Read what a folder holds.
+
+    Args:
+        spec: the ladders.
+        out: folder with all of their rungs.
+
+    Returns:
+        as `climb`.
+    """
+    rungs = [_read(out, job) for job in _jobs(spec, out, "auto")]
+    found: dict[str, Any] = {"spec": spec.model_dump(mode="json"), "rungs": rungs}
+    last = _last_rung(spec)
+    if last is None:
+        return found
+    prediction = json.loads((out / "prediction.json").read_text(encoding="utf-8"))
+    own = [r["ne"][CLICK] for r in rungs if r["ladder"] == spec.law and r["rung"] == last.name]
+    outcome = {"ne": fmean(own), "inside": prediction["low"] <= fmean(own) <= prediction["high"]}
+    flops, ne = _points(spec, out)
+    law = fit_law(flops, ne, confidence=spec.confidence)
+    return found | {"law": _told_law(law), "prediction": prediction, "outcome": outcome}
+
+
+def job_name(job: RungJob) -> str:
+    """Name of a rung with its seed.
+
+    Args:
+        job: any.
+    """
+    return f"{job.ladder}.{job.rung}.seed-{job.seed}"
+
+
+def _jobs(spec: ScalingSpec, out: Path, device: str) -> Iterable[RungJob]:
+    planted = spec.planted if spec.source == "planted" else None
+    for ladder in spec.ladders:
+        for rung in ladder.rungs:
+            for seed in spec.seeds:
+                yield RungJob(
+                    ladder=ladder.name,
+                    rung=rung.name,
+                    recipe=spec.recipe,
+                    settings=(*spec.set, *rung.set),
+                    seed=seed,
+                    planted=planted,
+                    examples=spec.examples,
+                    held_out=spec.held_out,
+                    device=device,
+                    run=out / "runs" / f"{ladder.name}.{rung.name}.seed-{seed}",
+                )
+
+
+def _law_ladder(spec: ScalingSpec) -> LadderSpec | None:
+    return next((ladder for ladder in spec.ladders if ladder.name == spec.law), None)
+
+
+def _last_rung(spec: ScalingSpec) -> RungSpec | None:
+    ladder = _law_ladder(spec)
+    return None if ladder is None else ladder.rungs[-1]
+
+
+def _points(spec: ScalingSpec, out: Path) -> tuple[list[float], list[float]]:
+    """FLOPs and mean NE of the rungs that the law is fitted to."""
+    ladder = _law_ladder(spec)
+    flops: list[float] = []
+    ne: list[float] = []
+    for rung in () if ladder is None else ladder.rungs[:-1]:
+        own = [
+            _read(out, job)
+            for job in _jobs(spec, out, "auto")
+            if (job.ladder, job.rung) == (spec.law, rung.name)
+        ]
+        flops.append(fmean(each["flops_per_example"] for each in own))
+        ne.append(fmean(each["ne"][CLICK] for each in own))
+    return flops, ne
+
+
+def _told_law(law: Law) -> dict[str, Any]:
+    low, high = law.eta_interval
+    return asdict(law) | {"eta_low": low, "eta_high": high}
+
+
+def _claim(spec: ScalingSpec, out: Path) -> None:
+    """Take a folder for these ladders, or refuse it."""
+    path, text = out / "spec.json", spec.model_dump_json(indent=1) + "\n"
+    if path.is_file():
+        if json.loads(path.read_text(encoding="utf-8")) != json.loads(text):
+            raise ConfigError(
+                refusal(
+                    "gem scaling",
+                    "--out",
+                    must="be a new folder, or one of the same ladders",
+                    got=f"{out}, whose {path.name} says something else",
+                    fix="name another folder",
+                )
+            )
+        return
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(
+            refusal("gem scaling", "--out", must="be a new or empty folder", got=str(out),
+                    fix="name another folder")
+        )  # fmt: skip
+    (out / "rungs").mkdir(parents=True, exist_ok=True)
+    _write(path, text)
+
+
+class _Here(Executor):
+    """Runs everything in this process."""
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Run at once."""
+        done: Future[Any] = Future()
+        done.set_result(fn(*args, **kwargs))
+        return done
+
+
+def _pool(jobs: int) -> Executor:
+    # Forked processes could not use a GPU.
+    context = multiprocessing.get_context("spawn")
+    return _Here() if jobs == 1 else ProcessPoolExecutor(jobs, mp_context=context)
+
+
+def _run(pool: Executor, jobs: Iterable[RungJob], out: Path, say: Told) -> None:
+    """Train what is missing."""
+    waiting = []
+    for job in jobs:
+        path = _file(out, job)
+        if path.is_file():
+            say(f"{job_name(job)}: is there")
+        else:
+            waiting.append((job, pool.submit(_train_and_write, job, path)))
+    for job, done in waiting:
+        found = done.result()
+        ne = ", ".join(f"{task} {value:.5f}" for task, value in found["ne"].items())
+        say(f"{job_name(job)}: {found['flops_per_example']:.4g} FLOPs an example, NE {ne}")
+
+
+def _train_and_write(job: RungJob, path: Path) -> dict[str, Any]:
+    found = train_rung(job)
+    _write(path, json.dumps(found, indent=1, allow_nan=False) + "\n")
+    return found
+
+
+def _file(out: Path, job: RungJob) -> Path:
+    return out / "rungs" / f"{job_name(job)}.json"
+
+
+def _read(out: Path, job: RungJob) -> dict[str, Any]:
+    return json.loads(_file(out, job).read_text(encoding="utf-8"))
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file that is whole or not there."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(text, encoding="utf-8")
+    partial.rename(path)

@@ -1,0 +1,201 @@
+"""`gem scaling`: ladders, what is kept of them, and what is predicted."""
+
+import json
+import math
+
+import pytest
+from typer.testing import CliRunner
+
+from gem.cli import app
+from gem.config import load_recipe
+from gem.scaling import ladder, picture
+from gem.scaling.read import ladders_of, read_ladder, shipped_ladders
+from gem.scaling.rung import RungJob, planted_schema, train_rung
+from gem.scaling.spec import PlantedSpec, ScalingSpec
+from gem_opkit.errors import ConfigError, UnsupportedError
+
+BASE = str(shipped_ladders()["planted"].parent / "planted-base.toml")
+SMALL = (
+    *("train.batch_examples=32", "precision.default=fp32", "data.synthetic.items=100"),
+    *("train.schedule.warmup_steps=1", "data.streams.impressions.max_events=8"),
+)
+RUNGS = [{"name": str(n), "set": [f"model.width={16 * n}"]} for n in range(1, 6)]
+
+
+def spec(**changed):
+    return ScalingSpec.model_validate(
+        {
+            "recipe": BASE,
+            "set": SMALL,
+            "source": "planted",
+            "planted": {"items": 100, "latents": 3, "max_events": 12},
+            "examples": 64,
+            "held_out": 32,
+            "law": "together",
+            "ladders": [
+                {"name": "together", "rungs": RUNGS},
+                {"name": "length", "rungs": [{"name": "4"}, {"name": "8"}]},
+            ],
+        }
+        | changed
+    )
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """Rungs whose NE is a law with a little noise, and which note what was there when they ran."""
+    ran, seen = [], {}
+    off = {"1": 1e-3, "2": -2e-3, "3": 1.5e-3, "4": -0.5e-3, "5": 0.0}
+
+    def train(job):
+        ran.append(ladder.job_name(job))
+        seen[ladder.job_name(job)] = (job.run.parent.parent / "prediction.json").is_file()
+        flops = 1e6 * 3.0 ** float(job.rung)
+        ne = 0.95 - 0.02 * math.log(flops / 3e6) + off.get(job.rung, 0.0)
+        return {
+            "ladder": job.ladder,
+            "rung": job.rung,
+            "seed": job.seed,
+            "settings": list(job.settings),
+            "ne": {"click": ne},
+            "flops_per_example": flops,
+        }
+
+    monkeypatch.setattr(ladder, "train_rung", train)
+    monkeypatch.setattr(ladder, "planted_flops", lambda job: 1e6 * 3.0 ** float(job.rung))
+    return ran, seen, off
+
+
+def test_the_last_rung_is_predicted_before_it_is_run(trained, tmp_path):
+    ran, seen, _ = trained
+    found = ladder.climb(spec(), tmp_path / "out")
+    assert seen == {name: name.startswith(("together.5", "length")) for name in ran}
+    assert ran.index("together.5.seed-1") < ran.index("length.4.seed-1")
+    said = json.loads((tmp_path / "out/prediction.json").read_text())
+    assert found["prediction"] == said
+    assert said["rung"] == "5"
+    assert said["law"]["rungs"] == 4
+    assert said["low"] < said["ne"] < said["high"]
+    assert said["ne"] == pytest.approx(0.95 - 0.02 * math.log(81), abs=0.005)
+    assert found["outcome"]["inside"]
+    assert found["law"]["eta_low"] < 0.02 < found["law"]["eta_high"]
+
+
+def test_a_rung_off_the_law_is_told(trained, tmp_path):
+    _, _, off = trained
+    off["5"] = 0.05
+    found = ladder.climb(spec(), tmp_path / "out")
+    assert not found["outcome"]["inside"]
+    assert "outside the band" in picture.law_words(found)[1]
+
+
+def test_what_is_there_is_not_run_again(trained, tmp_path):
+    ran, _, _ = trained
+    out = tmp_path / "out"
+    first = ladder.climb(spec(), out)
+    assert len(ran) == 7
+    (out / "rungs/length.8.seed-1.json").unlink()
+    written = (out / "prediction.json").stat().st_mtime_ns
+    assert ladder.climb(spec(), out) == first
+    assert ran[7:] == ["length.8.seed-1"]
+    assert (out / "prediction.json").stat().st_mtime_ns == written
+    with pytest.raises(ConfigError, match="one of the same ladders"):
+        ladder.climb(spec(examples=96), out)
+    # A prediction that is lost cannot be made again once its rung is known.
+    (out / "prediction.json").unlink()
+    with pytest.raises(ConfigError, match="a prediction that was written before its rung was run"):
+        ladder.climb(spec(), out)
+
+
+def test_the_pictures_show_every_rung_and_the_band(trained, tmp_path):
+    found = ladder.climb(spec(), tmp_path / "out")
+    svg = (tmp_path / "out/scaling.svg").read_text()
+    page = (tmp_path / "out/report.html").read_text()
+    assert svg.startswith("<svg") and 'xmlns="http://www.w3.org/2000/svg"' in svg
+    assert svg.count("<circle") == 7
+    assert svg.count('class="band') == svg.count('class="whisker') == 1
+    assert page.count('<svg class="plot wide') == page.count('<svg class="plot narrow') == 1
+    for line in picture.law_words(found):
+        assert line in page
+    assert "<script" not in page
+
+
+def test_seeds_are_averaged(trained, tmp_path):
+    ran, _, _ = trained
+    found = ladder.climb(spec(seeds=(1, 2)), tmp_path / "out")
+    assert len(ran) == 14
+    assert found["law"]["rungs"] == 4
+
+
+def test_a_planted_rung_is_trained(tmp_path):
+    small = PlantedSpec(items=100, latents=3, max_events=12)
+    job = RungJob("a", "b", BASE, SMALL, 3, small, 96, 40, "cpu", tmp_path / "run")
+    found, again = train_rung(job), train_rung(job)
+    for key in ("seconds", "examples_per_s"):
+        found.pop(key), again.pop(key)
+    assert found == again
+    assert found["examples"] == 96
+    assert found["held_out"] == 64
+    assert found["ne_of_rates"] < found["ne"]["click"] < 1.1
+    assert found["flops_per_example"] == pytest.approx(2e6, rel=1.0)
+
+
+def test_a_recipe_has_ladders_of_its_own_sizes():
+    found = ladders_of("ml100k-time")
+    assert found.law is None
+    assert {each.name for each in found.ladders} >= {"width", "embedding", "together"}
+    for each in found.ladders:
+        for rung in each.rungs:
+            load_recipe("ml100k-time", rung.set)
+    with pytest.raises(UnsupportedError, match='gem scaling: RECIPE must be of model.kind = "gem"'):
+        ladders_of("ml100k-din")
+
+
+def test_a_ladder_on_data_is_reported_without_a_law(tmp_path):
+    file = tmp_path / "ladder.toml"
+    file.write_text(
+        'recipe = "synthetic-debug"\n'
+        'set = ["data.synthetic.rows=400", "data.synthetic.users=40", "train.batch_examples=64"]\n'
+        '[[ladders]]\nname = "width"\nrungs = [{ name = "8", set = ["model.width=8"] }]\n'
+    )
+    out = tmp_path / "out"
+    with pytest.MonkeyPatch.context() as here:
+        here.chdir(tmp_path)
+        said = CliRunner().invoke(app, ["scaling", str(file), "--out", str(out)])
+    assert said.exit_code == 0, said.output
+    assert "No law is fitted" in said.output
+    (rung,) = json.loads((out / "scaling.json").read_text())["rungs"]
+    assert set(rung["ne"]) == {"click", "conversion"}
+    assert rung["flops_per_example"] > 0
+
+
+def test_shipped_ladders_can_be_climbed():
+    """Every rung is a model that reads what the world has; each ladder grows."""
+    for name in shipped_ladders():
+        found = read_ladder(name)
+        assert found.law is None or len(found.ladders[0].rungs) >= 5
+        for each in found.ladders:
+            for rung in each.rungs:
+                planted_schema(load_recipe(found.recipe, [*found.set, *rung.set]))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"law": "width"}, "law must name a ladder"),
+        ({"source": "data"}, "no law is claimed"),
+        ({"ladders": [{"name": "together", "rungs": RUNGS[:3]}]}, "at least 4 rungs"),
+        ({"ladders": [{"name": "a", "rungs": [RUNGS[0]] * 2}], "law": None}, "different names"),
+    ],
+)
+def test_ladders_that_make_no_sense_are_refused(changed, message):
+    with pytest.raises(ValueError, match=message):
+        spec(**changed)
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path):
+    (tmp_path / "mine").write_text("x")
+    with pytest.raises(ConfigError, match="must be a new or empty folder"):
+        ladder.climb(spec(), tmp_path)
+    with pytest.raises(ConfigError, match="nothing.toml"):
+        read_ladder("nothing.toml")
