@@ -44,6 +44,8 @@ TRITON = "triton==3.8.0"
 # A CUDA or ROCm build of torch brings its own triton.
 ASK_TORCH = "import torch; print('has' if torch.version.cuda or torch.version.hip else 'lacks')"
 STAMP = "gem-installed.json"
+# Processes that share a package's tests: about 1.5 GB of memory each.
+MOST_TEST_WORKERS = 4
 # torchrec resolves to a CUDA build of fbgemm for another torch; these name the one that loads.
 TORCHREC_CONSTRAINTS = ROOT / "constraints-torchrec.txt"
 TORCHREC_SHIM = ROOT / "tools" / "fbgemm-cpu-shim"
@@ -310,15 +312,30 @@ def demo(session: nox.Session) -> None:
 @nox.parametrize("package", [nox.param(name, id=name) for name in [*PACKAGES, "repo"]])
 def test(session: nox.Session, package: str) -> None:
     """Test a package with its declared dependencies alone; ``repo`` tests the repository."""
+    spread = "worksteal"
     if package == "repo":
         install(session, PACKAGES, extras=["test"], triton=True)
         folder = "tests"
+        # The blocks of a README run in their order.
+        spread = "loadfile"
     else:
         # fbgemm has builds for Linux alone; elsewhere the tests that need it are left out.
         sharded = sys.platform == "linux"
         install(session, [package], extras=["test"], triton=True, torchrec=sharded)
         folder = f"packages/{package}/tests"
-    pytest(session, folder, "not gpu and not gpu2")
+    workers = min(cores_here(), MOST_TEST_WORKERS)
+    # Each worker's torch takes its share of the cores.
+    threads = os.environ.get("OMP_NUM_THREADS", str(cores_here() // workers))
+    # Arguments of the caller come behind ours: with -n 0 one process tests.
+    arguments = ["-n", str(workers), "--dist", spread, *session.posargs]
+    pytest(session, folder, "not gpu and not gpu2", arguments, OMP_NUM_THREADS=threads)
+
+
+def cores_here() -> int:
+    """Return how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 @nox.session
@@ -327,7 +344,7 @@ def gpu(session: nox.Session, package: str) -> None:
     """Run the tests that need a GPU; there a skip is a failure."""
     install(session, [package], extras=["test"], triton=True)
     markers = "gpu or gpu2" if gpus_of(session) > 1 else "gpu and not gpu2"
-    pytest(session, f"packages/{package}/tests", markers, GEM_REQUIRE_GPU="1")
+    pytest(session, f"packages/{package}/tests", markers, session.posargs, GEM_REQUIRE_GPU="1")
 
 
 @nox.session
@@ -371,10 +388,12 @@ def gpus_of(session: nox.Session) -> int:
     return int(str(devices))
 
 
-def pytest(session: nox.Session, folder: str, markers: str, **env: str) -> None:
+def pytest(
+    session: nox.Session, folder: str, markers: str, arguments: Sequence[str], **env: str
+) -> None:
     """Run pytest with the plugin of opkit, which registers the markers."""
-    arguments = ["-p", "gem_opkit.testing", "-m", markers, *session.posargs, folder]
-    session.run("python", "-m", "pytest", *arguments, env={**run_environment(), **env})
+    command = ("python", "-m", "pytest", "-p", "gem_opkit.testing", "-m", markers)
+    session.run(*command, *arguments, folder, env={**run_environment(), **env})
 
 
 @nox.session

@@ -52,6 +52,7 @@ RUN_BENCHES = {
         "collectives",
     ),
     *("balance", "balance_step", "precision_ne", "memory", "gathers", "copy_engine"),
+    "scaling",
 }
 
 # A drawer: its name says nothing of what is in it.
@@ -184,7 +185,7 @@ def test_page_of_dims_is_the_legend_of_the_code():
 
 ROOMS = (
     *("", "data", "data/checks", "data/declared", "data/statistics"),
-    *("model", "train", "report", "doctor", "planning", "dry_run", "bench", "memory"),
+    *("model", "train", "report", "doctor", "planning", "dry_run", "bench", "memory", "scaling"),
 )
 
 

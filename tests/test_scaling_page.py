@@ -54,6 +54,7 @@ def test_every_measured_step_is_forecast_within_the_band(scripts, fitted):
 def test_tables_of_rates_and_rows_are_todays(scripts, fitted):
     assert part("rates") == scripts[1].rates_table(fitted)
     assert part("measured") == scripts[1].measured(RESULTS, fitted)
+    assert part("ways") == scripts[1].ways_table(RESULTS)
 
 
 def test_rates_that_ship_are_those_of_the_rows(scripts, fitted):

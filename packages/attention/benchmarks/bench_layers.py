@@ -151,6 +151,8 @@ def groups_of(device: str) -> Iterator[Group]:
 
 
 def drawn(kind: str, device: str, width: int) -> tuple[Tensor, Layout, Tensor, torch.dtype]:
+    # Cases share modules: behind eight graphs of one the compiler would run it as it is.
+    torch.compiler.reset()
     torch.manual_seed(0)
     dtype = torch.bfloat16 if kind == "cuda" else torch.float32
     layout = Layout.from_lengths(list(LENGTHS[kind]), device=device)

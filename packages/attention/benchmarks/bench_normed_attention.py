@@ -140,6 +140,8 @@ def rows_of(case: AttentionCase, device: str) -> list[BenchCase]:
         normed_attention_backward_cost(**size, kept=keeps),
     )
     own = partial(normed_attention, visible_pairs=0)
+    # Cases share a function: behind eight of its graphs the compiler would run it as it is.
+    torch.compiler.reset()
     return [
         BenchCase(
             name=f"{case.name}_{direction}",

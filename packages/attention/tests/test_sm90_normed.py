@@ -94,7 +94,7 @@ def test_compiles_for_hopper_without_waiting_products():
         assert report["products"], variant_of
         assert report["shared"] <= 227 * 1024, variant_of
         # An accumulator in memory would need 256 bytes; the backward parks a few addresses.
-        most = {("backward", True): 232, ("backward", False): 48}.get(tuple(variant_of), 0)
+        most = {("backward", True): 48, ("backward", False): 48}.get(tuple(variant_of), 0)
         assert report["stack"] <= most, variant_of
 
 

@@ -20,6 +20,7 @@ from gem_opkit.testing import (
     check_reference_gradients,
     check_refuses,
     check_registration,
+    count_launches,
     fresh,
     run_with_gradients,
 )
@@ -195,6 +196,34 @@ def test_an_outsider_reads_no_memory_and_leaves_no_trace():
         out.sum().backward()
         assert out.tolist() == [[0.0] * 4] * 2
         assert leaf.grad.tolist() == [0.0] * 8
+
+
+@pytest.mark.interpreter
+def test_a_long_feature_starts_no_programs_for_short_ones():
+    """Without pooling a feature has as many rows as ids: here 40, 0, 2 and 3 of them."""
+    layout = TableLayout.packed(
+        [(9, 4), (5, 4)], [(0, "none"), (1, "none"), (1, "none"), (0, "none")]
+    )
+    weights, counts = torch.randn(56), [40, 0, 2, 3]
+    ids = torch.cat([torch.randint(9, (40,)), torch.randint(5, (2,)), torch.tensor([8, -1, 0])])
+    bags = torch.tensor([0, 40, 40, 42, 45])
+    flat, plain = (
+        table_lookup(weights, ids, bags, layout, counts=counts, impl=impl)[0]
+        for impl in ("triton", "reference")
+    )
+    assert torch.equal(flat, plain)
+    with count_launches() as together:
+        table_lookup(weights, ids, bags, layout, counts=counts, impl="triton")
+    with count_launches() as alone:
+        table_lookup(
+            weights,
+            ids[:6],
+            torch.tensor([0, 1, 2, 4, 6]),
+            layout,
+            counts=[1, 1, 2, 2],
+            impl="triton",
+        )
+    assert together.count == alone.count + 1  # the long one has a launch of its own
 
 
 @pytest.mark.interpreter

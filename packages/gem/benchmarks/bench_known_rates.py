@@ -18,7 +18,8 @@ import argparse
 import json
 import multiprocessing
 import time
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,7 @@ class Run:
     progressive: np.ndarray
     held_out: np.ndarray
     tasks: tuple[str, ...]
+    seed: int
     batch_examples: int
     layers: str
     seconds: float
@@ -124,14 +126,15 @@ def run(asked: Asked) -> Run:
             if number == 0:
                 _wait(world)
                 first_step_s = time.time() - began
-        held = [
-            _sums(scored(step, one), one)
-            for one in (drawn.batch(HELD_OUT_FROM + n, examples) for n in range(held_out))
-        ]
+        # A run that was cut off is compared on the batches that it saw, not by what it learned.
+        whole = len(sums) == batches
+        later = (drawn.batch(HELD_OUT_FROM + n, examples) for n in range(held_out * whole))
+        held = [_sums(scored(step, one), one) for one in later]
         return Run(
             progressive=torch.stack(sums).cpu().numpy(),
-            held_out=torch.stack(held).cpu().numpy(),
+            held_out=torch.stack(held).cpu().numpy() if held else np.zeros((0, *sums[0].shape)),
             tasks=schema.labels,
+            seed=asked.seed,
             batch_examples=examples,
             layers=step.low_precision.told(),
             seconds=time.time() - began,
@@ -170,11 +173,16 @@ def _wait(world: World) -> None:
         torch.cuda.synchronize()
 
 
-def compare(first: list[Run], second: list[Run], task: int, split: str, column: int) -> dict:
+def compare(
+    first: list[Run], second: list[Run], task: int, split: str, column: int
+) -> dict[str, Any] | None:
     """The difference of NE as a share of it, and its interval, over all seeds.
 
-    Runs of one seed are on the same batches, and the entropy of the labels cancels.
+    Runs of one seed are on the same batches, and the entropy of the labels cancels. None where a
+    run has none.
     """
+    if not all(len(getattr(run, split)) for run in (*first, *second)):
+        return None
     gaps, bases, each = [], [], []
     for a, b in zip(first, second, strict=True):
         own, other = getattr(a, split), getattr(b, split)
@@ -197,8 +205,9 @@ def compare(first: list[Run], second: list[Run], task: int, split: str, column: 
     }
 
 
-def row(name: str, task: int, first: list[Run], second: list[Run], asked: Asked) -> dict[str, Any]:
+def row(name: str, task: int, runs: Mapping[str, list[Run]], asked: Asked) -> dict[str, Any]:
     """Everything about one precision beside another."""
+    first, second = (sorted(runs[each], key=lambda run: run.seed) for each in (name, PAIRS[name]))
     one = first[0]
     totals = {
         split: np.sum([getattr(r, split)[:, task].sum(0) for r in first], axis=0)
@@ -207,6 +216,9 @@ def row(name: str, task: int, first: list[Run], second: list[Run], asked: Asked)
     batches = min(len(r.progressive) for r in (*first, *second))
     found: dict[str, Any] = {}
     for split, (count, positive, loss, _) in totals.items():
+        if not count:
+            found[split] = None
+            continue
         found[split] = {
             "labels": int(count),
             "ne": float(loss / count / binary_entropy(positive / count)),
@@ -218,6 +230,7 @@ def row(name: str, task: int, first: list[Run], second: list[Run], asked: Asked)
         "case": f"{one.tasks[task]}: {name} against {PAIRS[name]}",
         "precision": name,
         "task": one.tasks[task],
+        "seeds": [run.seed for run in first],
         "examples": batches * one.batch_examples,
         "batches": batches,
         "batch_examples": one.batch_examples,
@@ -273,47 +286,65 @@ def main() -> None:
     ]
     # Forked processes could not use the GPU.
     context = multiprocessing.get_context("spawn")
+    runs: dict[str, list[Run]] = {}
+    failed: list[str] = []
+    written: set[str] = set()
     with ProcessPoolExecutor(chosen.processes, mp_context=context) as pool:
-        runs: dict[str, list[Run]] = {}
-        failed: set[str] = set()
-        for asked, future in [(asked, pool.submit(run, asked)) for asked in every]:
-            fault = future.exception()
+        futures = {pool.submit(run, asked): asked for asked in every}
+        for future in as_completed(futures):
+            asked, fault = futures[future], future.exception()
             if fault is not None:  # one precision of several: the others go on
                 console.print(f"{asked.precision}, seed {asked.seed}: FAILED, {fault!r}")
-                failed.add(asked.precision)
+                failed.append(asked.precision)
                 continue
             done = future.result()
             runs.setdefault(asked.precision, []).append(done)
-            ended = "" if len(done.progressive) == examples // done.batch_examples else ", CUT OFF"
-            console.print(
-                f"{asked.precision}, seed {asked.seed}: {len(done.progressive):,} batches of "
-                f"{done.batch_examples:,} in {done.seconds:.0f} s, the first step after "
-                f"{done.first_step_s:.0f} s, {done.peak_gb:.1f} GB{ended}; {done.layers}"
-            )
-    rows: list[dict[str, Any]] = []
-    for name, against in PAIRS.items():
-        if name not in runs or against not in runs or failed & {name, against}:
-            continue
-        for task in range(len(runs[name][0].tasks)):
-            rows.append(
-                row(name, task, runs[name], runs[against], every[0]) | {"seeds": chosen.seeds}
-            )
-            told = [rows[-1]["case"]]
-            for split in ("progressive", "held_out"):
-                told.append(f"{split} NE {rows[-1][split]['ne']:.4f}")
-                for kind in ("of_labels", "of_rates"):
-                    part = rows[-1][split][kind]
-                    numbers = (part[k] for k in ("difference_frac", "low_95_frac", "high_95_frac"))
-                    told.append(kind + " {:+.4%} [{:+.4%}, {:+.4%}]".format(*numbers))
-            console.print("; ".join(told), highlight=False)
-    rows = [{**each, **provenance()} for each in rows]
-    json.dumps(rows, allow_nan=False)  # refuse to write what is not a number
-    if rows:
-        path = chosen.out / device_folder(rows[0]["device"]) / "known_rates.jsonl"
-        write_rows(path, rows)
-        console.print(f"{len(rows)} rows in {path}")
+            console.print(_told(asked, done, examples))
+            # Written as soon as both sides are there: what comes later may be cut off.
+            ready = [
+                name
+                for name, against in PAIRS.items()
+                if name not in written
+                and all(len(runs.get(each, ())) == len(chosen.seeds) for each in (name, against))
+            ]
+            written.update(ready)
+            rows = [
+                row(name, task, runs, asked) for name in ready for task in range(len(done.tasks))
+            ]
+            for each in rows:
+                console.print(_compared(each), highlight=False)
+            rows = [{**each, **provenance()} for each in rows]
+            json.dumps(rows, allow_nan=False)  # refuse to write what is not a number
+            if rows:
+                path = chosen.out / device_folder(done.device) / "known_rates.jsonl"
+                write_rows(path, rows)
+                console.print(f"{len(rows)} rows in {path}")
     if failed:
         raise SystemExit(f"bench_known_rates: failed: {', '.join(sorted(failed))}")
+
+
+def _told(asked: Asked, done: Run, examples: int) -> str:
+    batches = len(done.progressive)
+    cut_off = "" if batches == examples // done.batch_examples else ", CUT OFF"
+    return (
+        f"{asked.precision}, seed {asked.seed}: {batches:,} batches of {done.batch_examples:,} in "
+        f"{done.seconds:.0f} s, the first step after {done.first_step_s:.0f} s, "
+        f"{done.peak_gb:.1f} GB{cut_off}; {done.layers}"
+    )
+
+
+def _compared(each: dict[str, Any]) -> str:
+    told = [each["case"]]
+    for split in ("progressive", "held_out"):
+        if each[split] is None:
+            continue
+        told.append(f"{split} NE {each[split]['ne']:.4f}")
+        for kind in ("of_labels", "of_rates"):
+            part = each[split][kind]
+            if part is not None:
+                numbers = (part[k] for k in ("difference_frac", "low_95_frac", "high_95_frac"))
+                told.append(kind + " {:+.4%} [{:+.4%}, {:+.4%}]".format(*numbers))
+    return "; ".join(told)
 
 
 if __name__ == "__main__":

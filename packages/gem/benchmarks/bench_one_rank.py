@@ -5,7 +5,8 @@
 The trainer's own step of one model, once as one rank takes it and once for each way of several
 ranks, with a process group of one rank: gradients are put together for others, weights gathered,
 ids and vectors sent, all to itself. Rounds of the ways alternate in one process, so that a card
-that gets slower does not decide. All models lie in memory at once: tables are made small.
+that gets slower does not decide. All models lie in memory at once: tables are made small, and a
+card of 140 GB holds two of `h200`, one rank and one way.
 
 Shown for each way: time of a step, of the host for one step from an idle device, kernels of a step
 and how long they run, and lookups for whose sizes the host had to wait. That both learn the same is
@@ -83,33 +84,30 @@ class Way:
 
     def round(self, steps: int, *, timed: bool) -> None:
         """Take some steps, of which the first begins on an idle device."""
-        on_gpu = self.step.world.device.type == "cuda"
-        if not on_gpu:
-            began = time.perf_counter()
+        if self.step.world.device.type != "cuda":
             for _ in range(steps):
-                loss = self.take()
-                self.step_ms += [1e3 * (time.perf_counter() - began)] * timed
                 began = time.perf_counter()
-            self.losses.append(float(loss))
+                self.losses.append(float(self.take()))
+                self.step_ms += [1e3 * (time.perf_counter() - began)] * timed
             return
         torch.cuda.synchronize()
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-        events[0].record()
         began = time.perf_counter()
-        for index in range(steps):
+        loss = self.take()
+        host_ms = 1e3 * (time.perf_counter() - began)
+        # Behind the first one, which begins with an idle device, as none in a run does.
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(steps)]
+        events[0].record()
+        for event in events[1:]:
             loss = self.take()
-            events[index + 1].record()
-            if not index:
-                host_ms = 1e3 * (time.perf_counter() - began)
+            event.record()
         torch.cuda.synchronize()
         if timed:
             self.host_ms.append(host_ms)
-            # The first one begins with an idle device, as none in a run does.
-            self.step_ms += [a.elapsed_time(b) for a, b in pairwise(events[1:])]
+            self.step_ms += [a.elapsed_time(b) for a, b in pairwise(events)]
         self.losses.append(float(loss))
 
-    def kernels(self) -> dict[str, float]:
-        """Kernels of a step, and how long they run together."""
+    def kernels(self, show: int) -> dict[str, float]:
+        """Kernels of a step, and how long they run together; prints the longest."""
         if self.step.world.device.type != "cuda":
             return {}
         with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
@@ -117,6 +115,9 @@ class Way:
             torch.cuda.synchronize()
         found = [e for e in trace.key_averages() if e.device_type == torch.autograd.DeviceType.CUDA]
         busy_ms = sum(e.self_device_time_total for e in found) / 1e3
+        for event in sorted(found, key=lambda e: -e.self_device_time_total)[:show]:
+            ms = event.self_device_time_total / 1e3
+            _say(f"{self.name} {ms:9.3f} ms {event.count:5d} x {event.key[:120]}")
         return {"kernels": sum(e.count for e in found), "busy_ms": busy_ms}
 
     def waits(self) -> int:
@@ -145,40 +146,40 @@ def main() -> None:
                     f"{way.name}: {median(way.step_ms):.1f} ms, host {way.host_ms[-1:]}, waits "
                     f"{way.waits() - before}, loss {way.losses[-1]:.5f}"
                 )
-        found = [_row(way, given, config, device) for way in ways]
-    for row in found:
-        row["slower_ms"] = row["step_ms"] - found[0]["step_ms"]
-        _say(str(row))
+        found = [_figures(way, given.show) for way in ways]
+    rows: list[dict[str, Any]] = []
+    for way, figures in zip(ways[1:], found[1:], strict=True):
+        rows.append(
+            {
+                "bench": "one_rank",
+                "case": f"{config.name}, {way.name}, {given.examples} examples",
+                "device": device_name(device),
+                "set": _settings(given),
+                "way": way.name,
+                "rounds": given.rounds,
+                "steps": given.steps,
+                **figures,
+                "slower_ms": figures["step_ms"] - found[0]["step_ms"],
+                "single": found[0],
+                **provenance(),
+            }
+        )
+        _say(str({k: v for k, v in rows[-1].items() if k not in ("set", "versions")}))
     if not given.dry:
-        folder = device_folder(device_name(device))
-        rows = [{**row, **provenance()} for row in found]
-        write_rows(given.out / folder / "one_rank.jsonl", rows)
+        write_rows(given.out / device_folder(device_name(device)) / "one_rank.jsonl", rows)
 
 
-def _row(
-    way: Way, given: argparse.Namespace, config: RunConfig, device: torch.device
-) -> dict[str, Any]:
-    sections = {}
-    if device.type == "cuda":
-        way.step.clock.settle()
-        steps = max(1, way.number)
-        sections = {k: 1e3 * v / steps for k, v in way.step.clock.seconds.items() if v}
+def _figures(way: Way, show: int) -> dict[str, Any]:
+    """What was measured of a way."""
     return {
-        "bench": "one_rank",
-        "case": f"{config.name}, {way.name}, {given.examples} examples",
-        "device": device_name(device),
-        "set": _settings(given),
-        "way": way.name,
-        "rounds": given.rounds,
-        "steps": given.steps,
         "step_ms": median(way.step_ms),
         "step_ms_fastest": min(way.step_ms),
         "step_ms_slowest": max(way.step_ms),
         "host_ms": median(way.host_ms) if way.host_ms else None,
+        "lookups": way.number,
         "waits": way.waits(),
-        "sections_ms": sections,
         "losses": way.losses,
-        **({} if given.no_kernels else way.kernels()),
+        **way.kernels(show),
     }
 
 
@@ -213,7 +214,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--table-rows", type=int, default=200_000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5, help="of a round, at least 2")
-    parser.add_argument("--no-kernels", action="store_true", help="count no kernels")
+    parser.add_argument("--show", type=int, default=0, help="longest kernels to print")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--dry", action="store_true", help="write no row")
     return parser.parse_args()

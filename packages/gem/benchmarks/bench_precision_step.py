@@ -50,7 +50,6 @@ WAYS: dict[str, tuple[str, ...]] = {
         "precision.least_width=1024",
     ),
 }
-FORCED = list(WAYS)[-1]
 _BATCHES = 4
 _SAY = Console(width=160)
 
@@ -84,10 +83,12 @@ def timed(step: TrainStep, batch: ExampleBatch, number: int, world: World) -> tu
 def shapes_of(step: TrainStep, batch: ExampleBatch) -> Counter[tuple[int, int, int]]:
     """Rows, inputs and outputs of each product that a forward pass does in 8 bits."""
     found: Counter[tuple[int, int, int]] = Counter()
-    hooks = []
+    hooks: list[Any] = []
 
     def seen(layer: Projection, inputs: Sequence[Any], output: object) -> None:
-        found[inputs[0].numel() // layer.in_features, layer.in_features, layer.out_features] += 1
+        rows = inputs[0].numel() // layer.in_features
+        if rows >= layer.least_rows:
+            found[rows, layer.in_features, layer.out_features] += 1
 
     for module in step.model.modules():
         if isinstance(module, Projection) and module.formats is not None:
@@ -144,6 +145,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--recipe", default="h200")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings")
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--examples", type=int, default=None)
     parser.add_argument("--table-rows", type=int, default=100_000)
     parser.add_argument("--steps", type=int, default=50)
@@ -153,6 +155,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds; then fewer steps")
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
+    given.ways = [BASE, *(way for way in given.ways if way != BASE)]
     given.batches = []
     return given
 
@@ -167,11 +170,11 @@ def main() -> None:
 
     with process_group(given.device) as world:
         steps = {}
-        for way in WAYS:
+        for way in given.ways:
             steps[way] = build(way, given, world)
             told(f"{way}: {steps[way].low_precision.told()}")
-        ms: dict[str, list[float]] = {way: [] for way in WAYS}
-        losses: dict[str, list[float]] = {way: [] for way in WAYS}
+        ms: dict[str, list[float]] = {way: [] for way in steps}
+        losses: dict[str, list[float]] = {way: [] for way in steps}
         for number in range(given.warmup + given.steps):
             for way, step in steps.items():
                 took, loss = timed(step, given.batches[number % _BATCHES], number, world)
@@ -179,14 +182,14 @@ def main() -> None:
                 if number >= given.warmup:
                     ms[way].append(took)
             if number < given.warmup or number % 10 == 0:
-                told(
-                    f"step {number}: {', '.join(f'{ms[w][-1:]} {losses[w][-1]:.4f}' for w in WAYS)}"
-                )
+                seen = (f"{took[-1:]} {losses[way][-1]:.4f}" for way, took in ms.items())
+                told(f"step {number}: {', '.join(seen)}")
             if time.perf_counter() - began > given.limit and ms[BASE]:
                 told("out of time")
                 break
         layers: list[dict[str, Any]] = []
-        shapes = shapes_of(steps[FORCED], given.batches[0])
+        last = given.ways[-1]
+        shapes = shapes_of(steps[last], given.batches[0])
         kept = {way: step.low_precision for way, step in steps.items()}
         steps.clear()
         gc.collect()
@@ -195,7 +198,7 @@ def main() -> None:
             for layer in layers:
                 told(str(layer))
         rows = []
-        for way in WAYS:
+        for way in given.ways:
             ratios = [own / base for own, base in zip(ms[way], ms[BASE], strict=True)]
             rows.append(
                 {
@@ -208,7 +211,7 @@ def main() -> None:
                     "losses": losses[way],
                     "layers_taken": kept[way].told(),
                     "layers_in_8_bits": sorted(kept[way].formats),
-                    "products": layers if way == FORCED else [],
+                    "products": layers if way == last else [],
                     "examples": given.batches[0].examples,
                     "table_rows": given.table_rows,
                     "settings": [*given.settings, *WAYS[way]],

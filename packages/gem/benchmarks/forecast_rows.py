@@ -173,6 +173,31 @@ def measured(folder: Path, fitted: Calibrated) -> list[str]:
     return lines
 
 
+def ways_table(folder: Path) -> list[str]:
+    """Lines of the table of what the way of several ranks costs one rank.
+
+    Args:
+        folder: of all results.
+
+    Returns:
+        Markdown of the rows of bench_one_rank: each way, and one rank's own in the same process.
+    """
+    lines = [
+        "| way | step, ms | one rank's own, ms | slower by, ms | kernels run, ms "
+        "| one rank's own, ms | kernels | one rank's own | lookups waited for |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    file = folder / "h200" / "one_rank.jsonl"
+    for row in read_rows(file) if file.is_file() else ():
+        own = row["single"]
+        lines.append(
+            f"| {row['way']} | {row['step_ms']:.1f} | {own['step_ms']:.1f} | "
+            f"{row['slower_ms']:+.1f} | {row['busy_ms']:.1f} | {own['busy_ms']:.1f} | "
+            f"{row['kernels']:,} | {own['kernels']:,} | {row['waits']} of {row['lookups']} |"
+        )
+    return lines
+
+
 def forecast_of(row: Mapping[str, Any], fitted: Calibrated) -> Forecast:
     """Forecast the step that a row of bench_step measured.
 

@@ -65,12 +65,14 @@ def plant(model: nn.Module, name: str) -> None:
 def row_of(report: GuardReport, chosen: argparse.Namespace, left_out: Sequence[str]) -> dict:
     """What the guard found, for a file of results."""
     planted = f", planted x {PLANTED:,.0f}" if chosen.plant else ""
+    reach = "heads and last layer too" if chosen.naive else "all but heads and last layer"
     return {
         "bench": "precision_guard",
-        "case": f"{chosen.run.name}{planted}, {chosen.recipe}: "
-        + ("named layers taken out" if left_out else "every layer"),
+        "case": f"{chosen.run.name}{planted}, {chosen.recipe}, {reach}"
+        + (", named layers taken out" if left_out else ""),
         "recipe": chosen.recipe,
         "planted": chosen.plant,
+        "naive": chosen.naive,
         "left_out": list(left_out),
         "ne": report.ne,
         "ne_bf16": report.ne_bf16,

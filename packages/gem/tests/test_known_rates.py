@@ -50,7 +50,7 @@ def test_the_history_tells_what_a_user_prefers(drawn):
     stream, batch = drawn.batch.streams["impressions"], drawn.batch
     lengths = stream.numbers.lengths
     assert int(lengths.min()) == 1
-    assert int(lengths.max()) == 24
+    assert int(lengths.max()) == 12
     who = torch.repeat_interleave(torch.arange(EXAMPLES), lengths)
     same = stream.ids["category"].values == batch.ids["category"].values[who]
     clicked, skipped = (
@@ -82,7 +82,7 @@ def test_runs_on_the_same_batches_are_compared(world):
 
     rng = np.random.default_rng(0)
     losses = 100 * (1 + 0.1 * rng.random((64, 1, 4)))
-    base = bench.Run(losses, losses, ("click",), 128, "", 1.0, 0.0, 0.0, "cpu")
+    base = bench.Run(losses, losses, ("click",), 1, 128, "", 1.0, 0.0, 0.0, "cpu")
     more = replace(base, progressive=losses * (1 + 1e-3 * rng.standard_normal((64, 1, 1))))
     same = bench.compare([base], [base], 0, "progressive", 2)
     assert (same["difference_frac"], same["low_95_frac"], same["high_95_frac"]) == (0, 0, 0)

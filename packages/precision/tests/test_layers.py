@@ -129,6 +129,19 @@ def test_norms_add_what_stands_around_them(norm, device):
     assert narrow.dtype == torch.float32
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_swish_norm_gates_rows_by_their_norm(device):
+    module = RmsNorm(24, affine=True, swish=True).to(device).double()
+    module.gain_D.data.uniform_(0.5, 2.0)
+    x, after = (torch.randn(5, 24, dtype=torch.float64, device=device) for _ in range(2))
+    rows = torch.nn.functional.rms_norm(x, (24,), module.gain_D, 1e-6)
+    torch.testing.assert_close(module(x, after=after), x / (1 + torch.exp(-rows)) + after)
+    x.requires_grad_()
+    for y, passed in (module.beside(x), (module(x), x)):
+        assert passed is x or torch.equal(passed, x)
+        torch.testing.assert_close(y, x * torch.sigmoid(rows))
+
+
 @pytest.mark.parametrize("norm", [RmsNorm, LayerNorm])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_norms_drop_a_share_of_what_they_return(norm, device):

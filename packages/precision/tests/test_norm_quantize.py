@@ -84,7 +84,11 @@ def chain(x_TD, kind, impl, *, before_TD=None, after_TD=None, gain_D=None):
 def check(x_TD, kind, impl, **beside):
     with poisoned_empty("all"), count_launches() as launches:
         made = fused(x_TD, kind, impl, **beside)
-    assert launches.count == (5 if impl == "triton" and x_TD.numel() else 0)
+    if impl == "triton" and x_TD.numel():
+        # One kernel a call, or a norm and a quantising one where no sum is exact.
+        assert launches.count == (5 if x_TD.shape[1].bit_count() == 1 else 10)
+    else:
+        assert launches.count == 0
     for got, expected in zip(made, chain(x_TD, kind, impl, **beside), strict=True):
         assert got.shape == expected.shape
         assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
@@ -128,7 +132,7 @@ def test_compiles_whole():
 @pytest.mark.interpreter
 @pytest.mark.parametrize("kind", KINDS)
 def test_interpreted_kernel(kind):
-    x_TD, beside = inputs(40, 600, around=True)
+    x_TD, beside = inputs(35, 256, around=True)
     check(x_TD, kind, "triton", **beside)
 
 
@@ -155,7 +159,7 @@ def test_kernel_on_gpu(width, dtype, kind, around):
 
 @anywhere
 def test_ragged_edges(impl, device):
-    for rows, width in ((0, 0), (0, 40), (40, 0), (1, 1), (33, 130)):
+    for rows, width in ((0, 0), (0, 40), (40, 0), (1, 1), (33, 64), (33, 130)):
         for kind, around in (("rms", False), ("layer", True)):
             x_TD, beside = inputs(rows, width, around=around, device=device)
             check(x_TD, kind, impl, **beside)
@@ -278,7 +282,7 @@ def test_kernels_compile_without_spills():
     by_rows = KernelVariant(
         "_norm_quantize_rows_kernel",
         {**read, "elements_ptr": "*u8", "scales_ptr": "*u8", **sizes},
-        {**form, "WIDE": False, "R": 2, "BLOCKS": 16},
+        {**form, "WIDE": False, "PACKED": True, "R": 2, "BLOCKS": 16},
         warps=2,
         aligned=[*read, "elements_ptr", "scales_ptr", "width", "stride_t"],
     )
@@ -290,7 +294,7 @@ def test_kernels_compile_without_spills():
         {**read, **written, **sizes},
         {
             **form, "ROWS": True, "COLUMNS": True, "SQUARE": False, "R": 8, "BLOCK_D": 512,
-            "BLOCKS": 4,
+            "BLOCKS": 2, "AHEAD": 2,
         },
         warps=2,
         aligned=[*read, *written, "width", "stride_t"],

@@ -101,6 +101,23 @@ def test_below_the_break_even_a_layer_stays_in_bf16_and_a_line_says_so(caplog):
     assert len(converted(PrecisionRecipe(recipe="mxfp8_rceil")).formats) == 4
 
 
+def test_layers_that_never_see_enough_rows_stay_in_bf16_altogether():
+    """4,096 to 4,096 pays from 16,384 rows on, a quarter of those of 2,048 to 2,048."""
+    with torch.device("meta"):
+        model = Mlp((4_096, 4_096, 4_096))
+    recipe = PrecisionRecipe(recipe="fp8_block")
+    for most, kept in ((16_383, True), (16_384, False)):
+        given = {"projections.0": most, "projections": 1 << 30}
+        done = convert_layers(model, recipe, device=CPU, most_rows=given)
+        assert (dict(done.kept) == {"projections.0": "too few rows for 8 bits to pay"}) == kept
+        assert (model.projections[0].formats is None) == kept
+        assert done.least_rows["projections.1"] == 16_384
+    # Who names a width has decided.
+    recipe = PrecisionRecipe(recipe="fp8_block", least_width=1_024)
+    done = convert_layers(model, recipe, device=CPU, most_rows={"projections": 1})
+    assert len(done.formats) == 2
+
+
 def test_a_pattern_that_fits_nothing_names_the_nearest_modules():
     rule = PrecisionRecipe(rules=[{"modules": "layer.0.mlp", "forward": "mxfp8_rceil"}])
     with pytest.raises(ConfigError, match=r"rules must fit .* got 'layer.0.mlp'; nearest names: "):

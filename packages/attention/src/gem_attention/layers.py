@@ -25,6 +25,7 @@ from gem_jagged.offsets import positions
 from gem_opkit.dims import check_shapes
 from gem_opkit.errors import ConfigError, UnsupportedError, refusal
 from gem_opkit.impl import Impl, resolve_impl
+from gem_precision.contract import MxScaling
 from gem_precision.layers import LayerNorm, Projection, RmsNorm
 from gem_precision.norms import has_kernel, rms_normalize
 
@@ -48,9 +49,15 @@ class SelfAttention(nn.Module):
         model_width: width D of the tokens, above 0.
         spec: pattern, activation, heads, positions.
 
+    Attributes:
+        product_format: of the products of softmax attention, where one is set
+            (``gem_attention.recipes``); None computes in the dtype of the tokens, or autocast's.
+
     Raises:
         UnsupportedError: pattern block with an activation in place of softmax.
     """
+
+    product_format: MxScaling | None = None
 
     def __init__(self, model_width: int, spec: AttentionSpec) -> None:
         super().__init__()
@@ -127,7 +134,15 @@ class SelfAttention(nn.Module):
                 qk = self._rotated(qk, layout, gap_seconds_T)
             q_THK, k_TGK = qk.split((spec.heads, spec.key_heads), dim=1)
         out_THV = attend(
-            spec, q_THK, k_TGK, v_TGV, layout, layout, visible_pairs, gap_seconds_T=gap_seconds_T
+            spec,
+            q_THK,
+            k_TGK,
+            v_TGV,
+            layout,
+            layout,
+            visible_pairs,
+            gap_seconds_T=gap_seconds_T,
+            product_format=self.product_format,
         )
         return self.out(out_THV.reshape(tokens, spec.heads * spec.head_dim))
 
@@ -277,9 +292,14 @@ class CrossAttention(nn.Module):
         spec: any pattern but block; no rotation, because the two sides have no common positions.
         context_width: width of the context tokens, above 0.
 
+    Attributes:
+        product_format: as that of ``SelfAttention``.
+
     Raises:
         ConfigError: pattern block, or a rotation.
     """
+
+    product_format: MxScaling | None = None
 
     def __init__(self, model_width: int, spec: AttentionSpec, context_width: int) -> None:
         super().__init__()
@@ -320,5 +340,14 @@ class CrossAttention(nn.Module):
         k_SGK, v_SGV = keys_and_values(spec, self.kv, context_SD, context_layout)
         if spec.qk_norm:
             q_THK = rms_normalize(q_THK)
-        out_THV = attend(spec, q_THK, k_SGK, v_SGV, layout, context_layout, visible_pairs)
+        out_THV = attend(
+            spec,
+            q_THK,
+            k_SGK,
+            v_SGV,
+            layout,
+            context_layout,
+            visible_pairs,
+            product_format=self.product_format,
+        )
         return self.out(out_THV.reshape(tokens, spec.heads * spec.head_dim))

@@ -7,14 +7,16 @@ from gem_attention.contract import AttentionSpec
 from gem_attention.kernels.block_attention.op import block_attention
 from gem_attention.kernels.generalized_attention.op import generalized_attention
 from gem_attention.kernels.jagged_flash_attention.op import jagged_flash_attention
+from gem_attention.kernels.mx_attention.op import mx_attention
 from gem_attention.kernels.rotary_heads.op import rotary_heads
 from gem_jagged.batch import Layout
 from gem_opkit.errors import ConfigError, ShapeError, refusal
+from gem_precision.contract import MxScaling
 from gem_precision.layers import Projection
 from gem_precision.norms import has_kernel, rms_normalize
 
 
-def attend(
+def attend(  # noqa: PLR0913 - what the operators take
     spec: AttentionSpec,
     q_THK: Tensor,
     k_SGK: Tensor,
@@ -24,8 +26,12 @@ def attend(
     visible_pairs: int | None,
     *,
     gap_seconds_T: Tensor | None = None,
+    product_format: MxScaling | None = None,
 ) -> Tensor:
-    """Call the operator that the spec asks for; block attention rotates queries and keys itself."""
+    """Call the operator that the spec asks for; block attention rotates queries and keys itself.
+
+    ``product_format`` is that of softmax attention, which ``gem_attention.recipes`` gives a layer.
+    """
     if spec.pattern == "block":
         return block_attention(
             q_THK,
@@ -49,6 +55,18 @@ def attend(
             activation=spec.activation,
             scale=spec.score_scale,
             window=spec.window,
+            visible_pairs=visible_pairs,
+        )
+    if product_format is not None:
+        return mx_attention(
+            q_THK,
+            k_SGK,
+            v_SGV,
+            q_layout,
+            k_layout,
+            window=spec.window,
+            scale=spec.score_scale,
+            scaling=product_format,
             visible_pairs=visible_pairs,
         )
     return jagged_flash_attention(

@@ -16,9 +16,6 @@ from gem_attention.kernels.generalized_attention.op import generalized_attention
 from gem_attention.kernels.jagged_flash_attention.op import jagged_flash_attention_by_offsets
 
 _OPEN = (None, None)
-# The backward can write the gradient of v into a part of another tensor.
-WRITES_INTO = True
-_SHARES = False
 
 
 def launch_forward(
@@ -95,30 +92,27 @@ def launch_backward(  # noqa: PLR0913 - what the mathematics takes
     batch = k_offsets_O.shape[0] - 1
     q_offsets_O = _offsets(batch, seeds, k_offsets_O)
     grad_out_THV = grad_out_BPHV.reshape(batch * seeds, heads, v_SGV.shape[2])
-    if _SHARES and k_SGK.is_cuda and not deterministic and len(set(activations.split(","))) == 1:
-        from gem_attention.hopper.launching import takes_repeated
+    if writes_into(seeds_PHK, k_SGK, v_SGV, batch, activations, deterministic=deterministic):
+        from gem_attention.hopper.backward import kernel_sm90
+        from gem_attention.portable.ragged.descriptor import packs
 
-        if takes_repeated(seeds_PHK, k_SGK, v_SGV, batch=batch):
-            from gem_attention.hopper.backward import kernel_sm90
-            from gem_attention.portable.ragged.descriptor import packs
-
-            softmax = activations == "softmax"
-            return kernel_sm90.launch_backward(
-                grad_out_THV,
-                None,
-                seeds_PHK,
-                k_SGK,
-                v_SGV,
-                out_BPHV.reshape(grad_out_THV.shape) if softmax else None,
-                lse_BPH.reshape(batch * seeds, heads) if softmax else None,
-                q_offsets_O,
-                k_offsets_O,
-                window=_OPEN,
-                scale=scale,
-                activations=activations.split(",")[0],
-                shared=True,
-                grad_v_SGV=grad_v_SGV if grad_v_SGV is not None and packs(grad_v_SGV) else None,
-            )
+        softmax = activations == "softmax"
+        return kernel_sm90.launch_backward(
+            grad_out_THV,
+            None,
+            seeds_PHK,
+            k_SGK,
+            v_SGV,
+            out_BPHV.reshape(grad_out_THV.shape) if softmax else None,
+            lse_BPH.reshape(batch * seeds, heads) if softmax else None,
+            q_offsets_O,
+            k_offsets_O,
+            window=_OPEN,
+            scale=scale,
+            activations=activations.split(",")[0],
+            shared=True,
+            grad_v_SGV=grad_v_SGV if grad_v_SGV is not None and packs(grad_v_SGV) else None,
+        )
     operands = (_repeat(seeds_PHK, batch), k_SGK, v_SGV)
     places = (q_offsets_O, k_offsets_O, None, None)
     rest = (scale, deterministic, 0, "triton")
@@ -140,6 +134,36 @@ def launch_backward(  # noqa: PLR0913 - what the mathematics takes
     grad_q_THK, *others = gradients
     # Sums in float32, whatever the dtype.
     return grad_q_THK.view(batch, seeds, heads, width).sum(0), *others
+
+
+def writes_into(
+    seeds_PHK: Tensor,
+    k_SGK: Tensor,
+    v_SGV: Tensor,
+    batch: int,
+    activations: str,
+    *,
+    deterministic: bool,
+) -> bool:
+    """Say whether the backward is that of shared seeds.
+
+    Args:
+        seeds_PHK: queries of every sequence.
+        k_SGK: keys.
+        v_SGV: values.
+        batch: number of sequences.
+        activations: ``"softmax"`` or names.
+        deterministic: whether the bits must be the same in every run.
+
+    Returns:
+        True for the Hopper kernels, which copy no seeds, and can write the gradient of v into a
+        part of another tensor.
+    """
+    if not k_SGK.is_cuda or deterministic or len(set(activations.split(","))) > 1:
+        return False
+    from gem_attention.hopper.launching import takes_repeated
+
+    return takes_repeated(seeds_PHK, k_SGK, v_SGV, batch=batch)
 
 
 def _repeat(seeds_PHK: Tensor, batch: int) -> Tensor:

@@ -124,6 +124,26 @@ def launch_backward(
     return -grad_q_THK if scale < 0 else grad_q_THK, grad_k_SGK, made_SGV
 
 
+def writes_into(
+    operands: tuple[Tensor, Tensor, Tensor], batch: int, window: Window, *, deterministic: bool
+) -> bool:
+    """Say whether the backward writes the gradient of v into a part of another tensor.
+
+    Args:
+        operands: q_THK, k_SGK and v_SGV.
+        batch: number of sequences.
+        window: keys visible left and right; None for all.
+        deterministic: whether the bits must be the same in every run.
+
+    Returns:
+        False where it would be copied there.
+    """
+    kernels = _kernels(
+        *operands, batch=batch, window=bounded_sides(window), deterministic=deterministic
+    )
+    return hasattr(kernels, "WRITES_INTO")
+
+
 def _readable(
     operands: tuple[Tensor, Tensor, Tensor], scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:

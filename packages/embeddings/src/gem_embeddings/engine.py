@@ -127,6 +127,17 @@ class TableEngine(nn.Module, ABC):
             DataError: bad ids on any rank of the sharding group; every rank of it raises.
         """
 
+    def round_vectors(self) -> bool:
+        """Give vectors in bf16 where autocast would round them to it; so do gradients come back.
+
+        For a model that reads each vector once, and by products under autocast alone: these would
+        round it to the same bits, in a pass of their own.
+
+        Returns:
+            whether this engine does it; False leaves vectors in fp32.
+        """
+        return False
+
     @property
     def reads_ahead(self) -> bool:
         """Whether there are ``start_ahead`` and ``read_ahead``: nothing has to wait or travel."""

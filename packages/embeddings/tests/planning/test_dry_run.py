@@ -145,7 +145,10 @@ def test_gradients_between_groups_are_those_that_were_planned(fully_sharded):
         batch_per_rank=BATCH, wire_dtype="bf16", replicas="gradients",
     )  # fmt: skip
     mean = {each.name: each.rank_bytes for each in explained.solution.step.exchanges}
-    *gathers, counts, ids, grads = ran.backward_bytes["table_replicate", "all_gather"]
+    # How many rows will have gradients is told in the forward pass.
+    counts, *reads = ran.forward_bytes["table_replicate", "all_gather"]
+    assert bool(reads) == fully_sharded
+    *gathers, ids, grads = ran.backward_bytes["table_replicate", "all_gather"]
     # Each rank passes on what three ranks have.
     planned_bytes = mean["gradients between groups"] / 3
     assert counts + ids + grads == pytest.approx(planned_bytes, rel=0.05)

@@ -368,13 +368,19 @@ def report(
     """Write a page that shows a run, or compares several; gem train writes that of its run.
 
     Runs that differ in their seed alone become mean and spread, other recipes stand side by side.
+    Where the runs have their predictions, each recipe is compared with the first one on the same
+    test rows, by a paired bootstrap of NE.
     """
-    from gem.report.page import write_report
+    from gem.report.page import compared, write_report
 
-    page = write_report(runs, out)
+    beside = compared(runs)
+    page = write_report(runs, out, beside=beside)
     if as_json:
-        _print_json({"report": str(page), "runs": [str(run) for run in runs]})
+        found = {"report": str(page), "runs": [str(run) for run in runs]}
+        _print_json(found | {"compared": [each.plain() for each in beside[0]]})
     else:
+        for each in beside[0]:
+            _say(_console(as_json=False), each.line())
         _say(_console(as_json=False), f"report: {page}")
 
 

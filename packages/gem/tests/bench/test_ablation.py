@@ -1,6 +1,8 @@
 """`gem bench ablation`: what is trained, that it goes on, and what the table says."""
 
 import json
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -124,6 +126,30 @@ def test_finished_runs_are_kept_and_other_settings_refused(trained, monkeypatch)
     more = Ablation(asked.recipe, asked.variants, ("train.dense.lr=0.5",), asked.seeds, asked.out)
     with pytest.raises(ConfigError, match=r"must equal .*train\.dense\.lr"):
         run_ablation(more, told.append)
+
+
+def test_several_at_a_time_are_processes_of_their_own(trained, monkeypatch, tmp_path, data_root):
+    asked, _, _ = trained
+    several = replace(asked, out=tmp_path, jobs=2)
+    commands: list[list[str]] = []
+
+    def run(command, **_):
+        commands.append(command)
+        folder = Path(command[command.index("--out") + 1])
+        if folder == several.folder(several.variants[1], 2):
+            return SimpleNamespace(returncode=2, stderr="error: out of luck")
+        folder.mkdir(parents=True)
+        (folder / "summary.json").write_text("{}")
+        return SimpleNamespace(returncode=0, stderr="")
+
+    monkeypatch.setattr(ablation.subprocess, "run", run)
+    message = r"without GDPA, seed 2 must train to its end; got exit code 2: error: out of luck"
+    with pytest.raises(DataError, match=message):
+        run_ablation(several, lambda line: None)
+    assert len(commands) == 4
+    words = next(c for c in commands if c[c.index("--out") + 1].endswith("without-gdpa/seed-1"))
+    assert words[1:5] == ["-m", "gem", "train", asked.recipe] and words[-1] == "--resume"
+    assert {"train.predictions=true", "model.stream.ffn=none", *asked.settings} < set(words)
 
 
 def test_what_is_not_finished_is_left_out(trained):

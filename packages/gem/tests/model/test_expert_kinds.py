@@ -1,5 +1,7 @@
 """Experts of other models: against their formulas in plain torch."""
 
+import copy
+
 import pytest
 import torch
 
@@ -78,3 +80,19 @@ def test_a_mixture_has_the_kinds_that_are_named():
     same = ExpertsSpec(count=2, kinds=("mlp",))
     layer = ExpertMixture(4, 2, width=WIDTH, spec=same, activation="relu")
     assert [type(one) for one in layer.experts] == [EXPERTS["mlp"]] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_every_kind_on_a_gpu_equals_the_cpu(kind):
+    torch.manual_seed(0)
+    layer, _ = expert(kind, 5)
+    x = torch.randn(6, 5, WIDTH)
+    runs = []
+    for device in ("cpu", "cuda"):
+        own, leaf = copy.deepcopy(layer).to(device), x.clone().to(device).requires_grad_()
+        y = own(leaf)
+        y.square().sum().backward()
+        runs.append([y, leaf.grad, *(p.grad for p in own.parameters())])
+    for on_cpu, on_gpu in zip(*runs, strict=True):
+        torch.testing.assert_close(on_gpu.cpu(), on_cpu, rtol=2e-3, atol=2e-3)

@@ -295,6 +295,7 @@ def test_dropout_acts_in_training_only(changes):
         {"experts": {"fm_tokens": 3}},
         {"experts": {"linear_tokens": 2}},
         {"experts": {"rank": 4}},
+        {"experts": {"block_norm": "swish_rms"}},
         {"experts": {"projection": "attentive"}},
         {"experts": {"mlp_widths": [8, 8]}},
         {"experts": {"residual": False}},

@@ -1,5 +1,7 @@
 """Pooling of histories: against plain torch, history by history."""
 
+import copy
+
 import pytest
 import torch
 
@@ -123,3 +125,34 @@ def test_an_mlp_follows_self_attention_event_by_event(events):
     first, second = (p.weight for p in mlp.projections)
     want = plain + torch.relu(normed @ first.t()) @ second.t()
     torch.testing.assert_close(whole, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pooling": "pma", "ffn": "none", "recent_tokens": 2, "target_attention": "din"},
+        {"pooling": "mean", "ffn_hidden": 8},
+    ],
+    ids=str,
+)
+def test_a_layer_of_both_kinds_on_a_gpu_equals_the_cpu(changes):
+    torch.manual_seed(0)
+    spec = StreamSpec(width=64, heads=2, pattern="full", **changes)
+    layer = StreamBoth(spec, 32, 20, activation="gelu")
+    layout = Layout.from_lengths(LENGTHS)
+    x, context, candidate = torch.randn(9, 64), torch.randn(4, 3, 32), torch.randn(4, 32)
+    gaps = torch.rand(9) * 1e5
+    runs = []
+    for device in ("cpu", "cuda"):
+        own = copy.deepcopy(layer).to(device)
+        given = [t.clone().to(device).requires_grad_() for t in (x, context, candidate)]
+        outs = own(
+            given[0], layout.to(device), given[1], given[2], gaps.to(device), visible_pairs=35
+        )
+        sum(out.square().sum() for out in outs).backward()
+        leaves = [leaf.grad for leaf in (*given, *own.parameters()) if leaf.grad is not None]
+        runs.append([*outs, *leaves])
+    assert len(runs[0]) == len(runs[1]) > 8
+    for on_cpu, on_gpu in zip(*runs, strict=True):
+        torch.testing.assert_close(on_gpu.cpu(), on_cpu, rtol=2e-3, atol=2e-3)

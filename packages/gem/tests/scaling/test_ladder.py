@@ -6,13 +6,14 @@ import math
 import pytest
 from typer.testing import CliRunner
 
+from gem import faults
 from gem.cli import app
 from gem.config import load_recipe
 from gem.scaling import ladder, picture
 from gem.scaling.read import ladders_of, read_ladder, shipped_ladders
 from gem.scaling.rung import RungJob, planted_schema, train_rung
 from gem.scaling.spec import PlantedSpec, ScalingSpec
-from gem_opkit.errors import ConfigError, UnsupportedError
+from gem_opkit.errors import ConfigError, MeasurementError, UnsupportedError
 
 BASE = str(shipped_ladders()["planted"].parent / "planted-base.toml")
 SMALL = (
@@ -127,11 +128,42 @@ def test_seeds_are_averaged(trained, tmp_path):
     assert found["law"]["rungs"] == 4
 
 
+class Process:
+    """Stands for a process: runs what it is given, or ends with a fault."""
+
+    exitcode = 0
+
+    def __init__(self, *, target, args, daemon):
+        self.target, self.args = target, args
+
+    def start(self):
+        if self.args[0].rung == "8":
+            self.exitcode = 1
+        else:
+            self.target(*self.args)
+
+    def join(self):
+        """It has run."""
+
+
+def test_a_rung_that_fails_in_its_process_is_named_and_others_are_kept(
+    trained, tmp_path, monkeypatch
+):
+    out = tmp_path / "out"
+    there = type("Context", (), {"Process": Process})
+    monkeypatch.setattr(ladder.multiprocessing, "get_context", lambda method: there)
+    with pytest.raises(MeasurementError, match=r"length\.8\.seed-1 must be trained to its end"):
+        ladder.climb(spec(), out, jobs=3)
+    assert len(list((out / "rungs").iterdir())) == 6
+    monkeypatch.setattr(Process, "start", lambda self: self.target(*self.args))
+    assert len(ladder.climb(spec(), out, jobs=3)["rungs"]) == 7
+
+
 def test_a_planted_rung_is_trained(tmp_path):
     small = PlantedSpec(items=100, latents=3, max_events=12)
     job = RungJob("a", "b", BASE, SMALL, 3, small, 96, 40, "cpu", tmp_path / "run")
     found, again = train_rung(job), train_rung(job)
-    for key in ("seconds", "examples_per_s"):
+    for key in ("seconds", "examples_per_s", "provenance"):
         found.pop(key), again.pop(key)
     assert found == again
     assert found["examples"] == 96
@@ -147,7 +179,9 @@ def test_a_recipe_has_ladders_of_its_own_sizes():
     for each in found.ladders:
         for rung in each.rungs:
             load_recipe("ml100k-time", rung.set)
-    with pytest.raises(UnsupportedError, match='gem scaling: RECIPE must be of model.kind = "gem"'):
+    with pytest.raises(
+        UnsupportedError, match=r'gem scaling: RECIPE must be of model\.kind = "gem"'
+    ):
         ladders_of("ml100k-din")
 
 
@@ -161,7 +195,8 @@ def test_a_ladder_on_data_is_reported_without_a_law(tmp_path):
     out = tmp_path / "out"
     with pytest.MonkeyPatch.context() as here:
         here.chdir(tmp_path)
-        said = CliRunner().invoke(app, ["scaling", str(file), "--out", str(out)])
+        asked = ["scaling", str(file), "--out", str(out)]
+        said = CliRunner().invoke(app, asked, obj=faults.Asked())
     assert said.exit_code == 0, said.output
     assert "No law is fitted" in said.output
     (rung,) = json.loads((out / "scaling.json").read_text())["rungs"]
@@ -197,5 +232,5 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
     (tmp_path / "mine").write_text("x")
     with pytest.raises(ConfigError, match="must be a new or empty folder"):
         ladder.climb(spec(), tmp_path)
-    with pytest.raises(ConfigError, match="nothing.toml"):
+    with pytest.raises(ConfigError, match=r"nothing\.toml"):
         read_ladder("nothing.toml")

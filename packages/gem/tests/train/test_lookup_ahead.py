@@ -44,9 +44,9 @@ def count_calls(owner, name):
     return calls
 
 
-def trained(device: str, *, ahead: bool, spoilt: int | None = None):
-    """Losses, rows and counts of some steps; one batch may have a NaN, whose step is skipped."""
-    settings = [*SETTINGS, f"train.device={device}", "train.guard.nonfinite=skip"]
+def trained(device: str, *further: str, ahead: bool, spoilt: int | None = None, rounds=None):
+    """Losses, counts and rows of some steps; one batch may have a NaN, whose step is skipped."""
+    settings = [*SETTINGS, f"train.device={device}", "train.guard.nonfinite=skip", *further]
     config = load_recipe("synthetic-debug", settings)
     world = World(device=torch.device(device))
     guard = Guard(config.train.guard, world, LoopState())
@@ -64,6 +64,9 @@ def trained(device: str, *, ahead: bool, spoilt: int | None = None):
         assert step.ahead.on == (device == "cuda")
         step.ahead.on = ahead
         reads = count_calls(step.engine, "read_ahead")
+        if rounds is not None:
+            assert step.engine._rounds
+            step.engine._rounds = rounds
         batches = list(drawn(config))
         if spoilt is not None:
             batches[spoilt].numbers_BD[0] = float("nan")
@@ -89,6 +92,16 @@ def test_lookups_ahead_change_nothing(device, spoilt):
     assert [repr(x) for x in ahead[0]] == [repr(x) for x in plain[0]]
     assert ahead[1] == plain[1]
     assert all(torch.equal(ahead[2][name], rows) for name, rows in plain[2].items())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ahead", [False, True])
+def test_vectors_rounded_by_the_lookup_are_those_that_products_round(ahead):
+    halves = "precision.default=bf16_autocast"
+    wide = trained("cuda", halves, ahead=ahead, rounds=False)
+    narrow = trained("cuda", halves, ahead=ahead, rounds=True)
+    assert narrow[0] == wide[0]
+    assert all(torch.equal(narrow[2][name], rows) for name, rows in wide[2].items())
 
 
 def failing(batches) -> Iterator:
@@ -157,3 +170,23 @@ def test_a_copy_runs_beside_the_step():
     host = list(drawn(config))[1]
     assert torch.equal(second.there.numbers_BD.cpu(), host.numbers_BD)
     assert all(t.is_cuda for t in device_tensors(second.following))
+
+
+@pytest.mark.gpu
+def test_steps_and_what_runs_beside_them_wait_for_the_device_nowhere():
+    settings = [*SETTINGS, "train.device=cuda", "train.deterministic=false"]
+    config = load_recipe("synthetic-debug", [*settings, "model.embeddings.out_of_range=zero"])
+    world, schema = World(device=torch.device("cuda")), declared_schema(config)
+    clock = StepClock(world.device)
+    step = build_step(config, schema, world, total_steps=BATCHES, clock=clock)
+    batches = pinned(iter(list(drawn(config))), world.device)
+    for number, arrived in enumerate(copied_ahead(batches, world.device, step.ahead.stream)):
+        # The first steps compile kernels and make what is kept.
+        torch.cuda.set_sync_debug_mode("error" if number >= 2 else "default")
+        try:
+            if arrived.following is not None:
+                step.expect(arrived.following)
+            scored = step(arrived.there, number)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert bool(scored.finite)

@@ -58,6 +58,10 @@ def learn(config, world, data_root) -> tuple[list[list[float]], int, int, list[i
                 step.expect(batches[number + 1])
             scored = step(batch, number)
             found.append([float(scored.loss), float(scored.grad_norm)])
+        # What a checkpoint holds is the same on every way.
+        held = [*step.dense.values()]
+        held += [v for state in step.optimizers["dense"].state.values() for v in state.values()]
+        assert {tensor.dtype for tensor in held} == {torch.float32}
         copies = 0 if step.working is None else len(step.working.copies)
         looked_up = [counts.looked_up for counts in step.lookups.counts.take().values()]
         return found, copies, started, looked_up

@@ -41,6 +41,7 @@ def plan(dense: str, tables: str, *more: str) -> list[str]:
 FULLY = "parallel.fully_sharded_tables=true"
 HALF = "precision.default=bf16_autocast"
 WIRE, GATHERS = "parallel.table_wire_dtype=bf16", "parallel.gather_dtype=bf16"
+NARROW = "parallel.reduce_dtype=bf16"
 SCARCE = ["train.batch_examples=3", "data.max_rows=21"]
 # Every dense plan and every plan of tables, each with another.
 PLANS = {
@@ -114,6 +115,9 @@ def learned(tiny, data_root):
     for name in ("4/1/1", "2/1/2", "1/1/4"):  # last: they change the class
         given = [*base, *plan(name, "1x4"), HALF, "data.max_rows=96"]
         configs |= {f"half {name}": tiny(*given), f"copies {name}": tiny(*given)}
+    few = ["data.max_rows=96", NARROW]
+    configs["narrow 4/1/1"] = tiny(*base, *plan("4/1/1", "1x4"), *few)
+    configs["copies 2/2/1, narrow"] = tiny(*base, *plan("2/2/1", "1x4"), HALF, *few)
     configs = dict(sorted(configs.items(), key=lambda named: named[0].startswith("copies")))
     return run_ranks(learn_all, 4, configs, data_root), alone
 
@@ -176,3 +180,20 @@ def test_weights_in_bf16_change_nothing_but_the_order_of_sums(learned, dense):
         assert found[0] == pytest.approx(wanted[0], rel=2e-6)
         assert found == pytest.approx(wanted, rel=1e-3)
     assert all(rank[f"copies {dense}"][0] == ranks[0][f"copies {dense}"][0] for rank in ranks)
+
+
+@pytest.mark.parametrize(
+    ("narrow", "wide"),
+    [
+        ("narrow 4/1/1", "4/1/1, 1x4"),
+        ("copies 2/2/1, narrow", "half 4/1/1"),
+    ],
+)
+def test_gradients_that_are_summed_in_bf16_cost_what_bf16_rounds(learned, narrow, wide):
+    ranks, _ = learned
+    wanted, found = torch.tensor(ranks[0][wide][0][:3]), torch.tensor(ranks[0][narrow][0])
+    assert all(rank[narrow][0] == ranks[0][narrow][0] for rank in ranks)
+    # Weights are those of the first step by now; the norm is of sums that were rounded.
+    assert float(found[0, 0]) == pytest.approx(float(wanted[0, 0]), rel=1e-5)
+    assert 0 < abs(found[0, 1] / wanted[0, 1] - 1) < 2**-8
+    assert found == pytest.approx(wanted, rel=0.05)

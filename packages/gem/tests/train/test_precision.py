@@ -8,7 +8,7 @@ import torch
 
 from gem.data.prepare import default_folder, prepare
 from gem.data.reader import open_reader
-from gem.model.build import build_model, late_layers
+from gem.model.build import build_model, example_layers, late_layers
 from gem.train.clock import StepClock
 from gem.train.step import TrainStep
 from gem_opkit.errors import ConfigError
@@ -51,11 +51,54 @@ def test_linear_layers_but_heads_and_the_last_layer_multiply_in_8_bits(tiny, dat
     assert steps_of(tiny(*SMALL, *settings), data_root)[0] == losses
 
 
+def test_attention_multiplies_in_8_bits_where_a_recipe_says_so(tiny, data_root):
+    """MXFP8 in attention alone, the rest in bf16; layers on the escape list stay."""
+    layers = 'model.layers=["transformer", "transformer", "interaction"]'
+    small = (*SMALL[:2], layers)
+    plain, _ = steps_of(tiny(*small, 'precision.default="bf16_autocast"'), data_root, count=6)
+    losses, step = steps_of(tiny(*small, 'precision.attention="mxfp8_rceil"'), data_root, count=6)
+    done = step.low_attention
+    assert not step.low_precision.formats
+    assert done.formats
+    assert set(done.formats.values()) == {"mxfp8_rceil"}
+    assert all(name.endswith(".attention") for name in done.formats)
+    assert "pooled by seeds" in done.kept.values()
+    assert "attention layers in mxfp8_rceil; reference here" in done.told()
+    assert losses != plain
+    assert losses == pytest.approx(plain, rel=0.02)
+    escaped = (*small, 'precision.attention="mxfp8_floor"', 'precision.bf16_escapes=["layers.0"]')
+    _, step = steps_of(tiny(*escaped), data_root, count=0)
+    assert all(name.startswith("layers.1.") for name in step.low_attention.formats)
+    assert "on the escape list" in step.low_attention.kept.values()
+
+
 def test_block_fp8_leaves_small_layers_in_bf16(tiny, data_root):
     plain, _ = steps_of(tiny(*SMALL, 'precision.default="bf16_autocast"'), data_root)
     losses, step = steps_of(tiny(*SMALL, 'precision.recipe="fp8_block"'), data_root)
     assert not step.low_precision.formats
     assert losses == plain
+
+
+def test_layers_of_examples_have_a_row_an_example(tiny, data_root):
+    """What block FP8 goes by in the experts' MLPs, whose rows a batch bounds."""
+    config = tiny(*SMALL, 'model.experts.projection="attentive"')
+    _, step = steps_of(config, data_root, count=0)
+    named = example_layers(step.model)
+    assert "layers.0.experts.experts.0.factorise.mlp" in named
+    assert "layers.0.experts.experts.0.factorise.make_y.mlp" in named
+    seen = {}
+
+    def note(name):
+        return lambda layer, inputs, _: seen.setdefault(name, []).append(inputs[0][..., 0].numel())
+
+    for name, layer in step.model.named_modules():
+        if isinstance(layer, Projection) and name.startswith(tuple(f"{n}." for n in named)):
+            layer.register_forward_hook(note(name))
+    folder = default_folder(config.data, data_root)
+    batch = next(iter(open_reader(folder, config.data, batch_size=16).batches("train")))
+    step.model(batch)
+    assert len(seen) >= 8
+    assert {rows for each in seen.values() for rows in each} == {16}
 
 
 def test_a_rule_that_fits_nothing_names_the_nearest_modules(tiny, data_root):

@@ -127,6 +127,12 @@ class ParallelPlan(Contract):
         description="format in which cut dense parameters are gathered for use: bf16 moves half of "
         "the bytes, for models whose products read bf16; weights and reductions stay fp32",
     )
+    reduce_dtype: Literal["fp32", "bf16"] = Field(
+        default="fp32",
+        description="format in which gradients of dense parameters are summed over ranks: bf16 "
+        "moves half of the bytes and rounds each sum that a rank passes on, which many ranks add "
+        "up; weights and moments stay fp32",
+    )
     keep_gathered: bool = Field(
         default=False,
         description="keep cut dense parameters whole from the forward to the backward pass, in "

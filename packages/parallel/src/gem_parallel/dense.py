@@ -8,8 +8,8 @@ The three axes of a plan and what each does to parameters and gradients:
 
 Whatever the mesh, after a backward pass each parameter holds the mean over all ranks of the world
 of the ranks' gradients, as with DistributedDataParallel. A plan that neither shards nor spreads
-experts is DistributedDataParallel, unless forward passes read something else in the place of
-parameters, of which that knows nothing.
+experts is DistributedDataParallel, unless gradients are summed in bf16, or forward passes read
+something else in the place of parameters, of which that knows nothing.
 """
 
 import difflib
@@ -280,10 +280,15 @@ def parallelise(
         if not world.grouped:
             return DenseParallel(module, own)
         read = {} if stand_ins is None else stand_ins(own)
-        if not read:
+        if not read and plan.reduce_dtype == "fp32":
             return DenseParallel(replicate(module, world, ignored=ignored), own)
         broadcast_tensors([*module.parameters(), *module.buffers()], world)
-        copies = CopiedGradients([(own, dist.group.WORLD)], divisor=world.size, stand_ins=read)
+        copies = CopiedGradients(
+            [(own, dist.group.WORLD)],
+            divisor=world.size,
+            stand_ins=read,
+            narrow=plan.reduce_dtype == "bf16",
+        )
         module.register_forward_pre_hook(copies.forget)
         return DenseParallel(module, own, copies=copies)
     broadcast_tensors([*module.parameters(), *module.buffers()], world)

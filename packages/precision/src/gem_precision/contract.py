@@ -27,6 +27,8 @@ Fp8Block = Literal["1x128", "128x128"]
 
 # Formats of a matrix product: what both of its factors are rounded to.
 GemmFormat = Literal["bf16", "fp8_block", "mxfp8_rceil", "mxfp8_floor"]
+# Of the products of softmax attention; "bf16" is what attention computes in by itself.
+AttentionFormat = Literal["bf16", "mxfp8_rceil", "mxfp8_floor"]
 # Of a weight's gradient, which sums over tokens: blocks of 128 of them have no product.
 WeightGradientFormat = Literal["bf16", "mxfp8_rceil", "mxfp8_floor"]
 
@@ -74,6 +76,8 @@ class PrecisionRecipe(Contract):
         recipe: format of the products of linear layers that no rule names; ``fp8_block`` leaves
             the weight's gradient in bf16. Everything else computes as ``bf16_autocast``.
         rules: formats of single layers; the last rule that fits a layer decides.
+        attention: format of the products of softmax attention, forward and backward, in the layers
+            that can have one (``gem_attention.recipes``). None: bf16.
         bf16_escapes: modules that a format below bf16 must leave alone, by a prefix of their
             qualified name; they compute in bf16, whatever a rule says. None: those that the model
             names itself, its heads and its last layer. Without such a format it changes nothing.
@@ -99,6 +103,9 @@ class PrecisionRecipe(Contract):
     rules: tuple[LayerRule, ...] = Field(
         default=(), description="formats of single layers; the last that fits decides"
     )
+    attention: AttentionFormat | None = Field(
+        default=None, description="format of the products of softmax attention; none: bf16"
+    )
     bf16_escapes: tuple[str, ...] | None = Field(
         default=None,
         description="prefixes of qualified module names that stay at bf16 or wider; none: heads "
@@ -120,7 +127,8 @@ class PrecisionRecipe(Contract):
         """What has products in 8 bits has the others in bf16, unless somebody says otherwise."""
         if isinstance(given, Mapping) and "default" not in given:
             named = cast(Mapping[str, Any], given)
-            if named.get("recipe") is not None or named.get("rules"):
+            eight_bits = named.get("attention") not in (None, "bf16")
+            if named.get("recipe") is not None or named.get("rules") or eight_bits:
                 return {**named, "default": "bf16_autocast"}
         return cast(Any, given)
 

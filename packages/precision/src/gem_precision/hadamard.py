@@ -50,7 +50,8 @@ def random_hadamard(x: Tensor, *, seed: int, block: int = 32, inverse: bool = Fa
     signs = _signs(seed, width, x.device).to(wide.dtype)
     matrix = _hadamard(block, x.device).to(wide.dtype) * block**-0.5
     wide = wide if inverse else wide * signs
-    turned = (wide.unflatten(-1, (width // block, block)) @ matrix).flatten(-2)
+    with torch.autocast(x.device.type, enabled=False):  # its products would round the rotation
+        turned = (wide.unflatten(-1, (width // block, block)) @ matrix).flatten(-2)
     return (turned * signs if inverse else turned).to(x.dtype)
 
 

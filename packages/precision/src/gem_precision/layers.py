@@ -80,12 +80,13 @@ def apply_recipe(
 class RmsNorm(nn.Module):
     """Divide each row by its root mean square; no gain unless asked for.
 
-        y = x / sqrt(mean(x², last dim) + ε) [· gain]
+        y = x / sqrt(mean(x², last dim) + ε) [· gain],  or with ``swish``  x σ(y)
 
     Args:
         width: size of the last dim, above 0.
         affine: learn a gain for each column, starting at 1.
         eps: added to the mean square, above 0.
+        swish: gate each row by its own norm (SwishRMSNorm).
 
     Raises:
         ConfigError: a width or eps out of range; forward raises ShapeError for another width.
@@ -93,12 +94,15 @@ class RmsNorm(nn.Module):
     Source: Zhang and Sennrich 2019 (arXiv:1910.07467).
     """
 
-    def __init__(self, width: int, *, affine: bool = False, eps: float = 1e-6) -> None:
+    def __init__(
+        self, width: int, *, affine: bool = False, eps: float = 1e-6, swish: bool = False
+    ) -> None:
         super().__init__()
         _check_width("RmsNorm", width)
         _check_eps("RmsNorm", eps)
         self.width = width
         self.eps = eps
+        self.swish = swish
         self.gain_D = nn.Parameter(torch.ones(width)) if affine else None
 
     def forward(
@@ -130,10 +134,12 @@ class RmsNorm(nn.Module):
         _check_dropout("RmsNorm", dropout)
         if has_kernel(x):
             given = {"gain_D": self.gain_D, "dropout": dropout, "seed": _seed_of(dropout)}
-            return rms_norm(x, before=before, after=after, eps=self.eps, **given)
+            given |= {"eps": self.eps, "swish": self.swish}
+            return rms_norm(x, before=before, after=after, **given)
         a = x if before is None else x + before
         y = rms_normalize(a, self.eps)
         y = y if self.gain_D is None else (y * self.gain_D).to(a.dtype)
+        y = a * torch.sigmoid(y) if self.swish else y
         y = F.dropout(y, dropout) if dropout else y
         return y if after is None else y + after
 
@@ -150,7 +156,7 @@ class RmsNorm(nn.Module):
             ShapeError: x ends in another width.
         """
         _check_last_dim("RmsNorm", x, self.width)
-        if self.gain_D is None and has_kernel(x):
+        if self.gain_D is None and not self.swish and has_kernel(x):
             return norm_beside_input(x, centred=False, eps=self.eps)
         return self(x), x
 

@@ -70,6 +70,7 @@ def convert_layers(
     *,
     device: torch.device,
     escapes: Sequence[str] = (),
+    most_rows: Mapping[str, int] | None = None,
 ) -> Conversion:
     """Give every linear layer of a model the formats that a recipe names for it.
 
@@ -79,6 +80,8 @@ def convert_layers(
         recipe: what is wanted.
         device: where the model will run.
         escapes: prefixes of names that stay in bf16 where the recipe names none itself.
+        most_rows: prefix of names -> rows of a call at most, where somebody knows. Layers whose
+            calls can never have enough rows for block FP8 to pay stay in bf16 altogether.
 
     Returns:
         what became of each layer; one line of it is logged.
@@ -103,14 +106,17 @@ def convert_layers(
         if wanted == _BF16:
             continue
         why = _why_not(name, layer, wanted, recipe.least_width, escapes)
+        by_rows = recipe.least_width is None and _has_blocks(wanted)
+        rows = -(-LEAST_BLOCK_WORK // (layer.in_features * layer.out_features)) if by_rows else 0
+        if why is None and any(_under(name, p) and m < rows for p, m in (most_rows or {}).items()):
+            why = "too few rows for 8 bits to pay"
         if why is not None:
             kept[name] = why
             continue
         check_formats(wanted, device)
         layer.formats = formats[name] = wanted
-        if recipe.least_width is None and _has_blocks(wanted):
-            weight = layer.in_features * layer.out_features
-            layer.least_rows = least_rows[name] = -(-LEAST_BLOCK_WORK // weight)
+        if by_rows:
+            layer.least_rows = least_rows[name] = rows
     done = Conversion(formats, kept, len(layers), least_rows)
     if recipe.recipe not in (None, "bf16") or recipe.rules:
         _log.info("precision: %s", done.told())

@@ -13,6 +13,7 @@ from gem_embeddings.sharded.direct import Part
 from gem_embeddings.sharded.exchange import Arrived, Begun
 from gem_embeddings.sharded.places import OP
 from gem_embeddings.sharded.requests import Request
+from gem_embeddings.sharded.to_host import ToHost
 from gem_opkit.errors import ConfigError, DataError, refusal
 from gem_parallel.launch import World
 
@@ -25,6 +26,7 @@ class Started(StartedLookup):
         counted: what is counted when it is looked up, where it was started ahead.
         begun: the ids, where sizes are still on their way to the host.
         fault: why this rank refuses them; raised once the other ranks know.
+        told: what other sharding groups were told of its rows.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class Started(StartedLookup):
         self.pooled: list[Tensor] | None = None
         self.begun: Begun | None = None
         self.fault: Exception | None = None
+        self.told: ToHost | None = None
         self.counted: Mark | None = None
 
     def tensors(self) -> list[Tensor]:
@@ -82,7 +85,7 @@ class Exchange(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
         """Move the rows, or hold their gradients."""
         ctx.started.begin_to_learn()
-        ctx.engine.learn(ctx.started.arrived, grads[0])
+        ctx.engine.learn(ctx.started.arrived, grads[0], ctx.started.told)
         return None, None, None
 
 

@@ -50,9 +50,7 @@ class Collectives:
         self.received_bytes: Counter[str] = Counter()
 
     @classmethod
-    def over(
-        cls, mesh: DeviceMesh | None, axis: str, size: int, *, alone: bool = False
-    ) -> Self:
+    def over(cls, mesh: DeviceMesh | None, axis: str, size: int, *, alone: bool = False) -> Self:
         """Make those of an axis of a mesh.
 
         Args:

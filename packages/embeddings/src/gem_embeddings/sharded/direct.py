@@ -225,15 +225,22 @@ class Direct:
         norms = torch._foreach_norm(grads, float("inf"))
         return (torch.stack(list(norms)) <= LARGEST).all()
 
-    def look_up(self, parts: Sequence[Part], weights: Sequence[Tensor | None]) -> list[Tensor]:
+    def look_up(
+        self,
+        parts: Sequence[Part],
+        weights: Sequence[Tensor | None],
+        *,
+        out_dtype: torch.dtype = torch.float32,
+    ) -> list[Tensor]:
         """Pool rows.
 
         Args:
             parts: of the call.
             weights: of the ids of each part.
+            out_dtype: of the outputs; sums are fp32.
 
         Returns:
-            the flat output of each part, fp32.
+            the flat output of each part.
         """
         return [
             table_lookup(
@@ -244,7 +251,7 @@ class Direct:
                 counts=part.counts,
                 id_weights_I=weight,
                 longest=part.longest,
-                out_dtype=torch.float32,
+                out_dtype=out_dtype,
             )[0]
             for part, weight in zip(parts, weights, strict=True)
         ]

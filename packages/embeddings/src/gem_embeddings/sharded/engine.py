@@ -38,6 +38,7 @@ from gem_embeddings.sharded.replicas import Gathered, Replicas
 from gem_embeddings.sharded.requests import Features
 from gem_embeddings.sharded.rows import Rows
 from gem_embeddings.sharded.state import load_pieces, state_of
+from gem_embeddings.sharded.to_host import ToHost
 from gem_embeddings.sharded.traffic import Traffic
 from gem_jagged.batch import Jagged
 from gem_opkit.errors import ConfigError, refusal
@@ -160,6 +161,7 @@ class TorchTables(TableEngine):
             if not self.group.talks and at_once and not alike
             else None
         )
+        self._rounds = False
         # What makes autograd call the backward pass; no parameter, since no optimizer may see it.
         self._anchor = torch.zeros(0, device=device, requires_grad=True)
 
@@ -187,6 +189,11 @@ class TorchTables(TableEngine):
         """Check ids and send them to the ranks that hold their rows; see ``TableEngine``."""
         return self._start(ids, {} if weights is None else weights)
 
+    def round_vectors(self) -> bool:
+        """Give vectors in bf16 under autocast; see ``TableEngine``."""
+        self._rounds = self.reads_ahead and self._device.type == "cuda"
+        return self._rounds
+
     @property
     def reads_ahead(self) -> bool:
         """See ``TableEngine``: on one rank, with rows pooled where they lie."""
@@ -199,8 +206,9 @@ class TorchTables(TableEngine):
 
     @property
     def waits(self) -> int:
-        """Calls whose sizes had not come when they were needed, so that the host waited."""
-        return self._ids.waits
+        """How often sizes had not come when they were needed, so that the host waited."""
+        others = self._moves.others
+        return self._ids.waits + (0 if others is None else others.waits)
 
     def start_ahead(self, ids: Mapping[str, Jagged]) -> Started:
         """Start a call of a step that is yet to come; see ``TableEngine``."""
@@ -223,7 +231,7 @@ class TorchTables(TableEngine):
             raise self._not_ahead("read_ahead")
         if started.parts is not None:  # else it goes the long way, which reads in ``forward``
             weights = cast("Direct", self._direct).weights(started.request, started.parts)
-            started.pooled = self.pool(started.parts, weights)
+            started.pooled = self.pool(started.parts, weights, rounds=self._rounds)
 
     def forward(
         self, ids: Mapping[str, Jagged] | StartedLookup, weights: Mapping[str, Tensor] | None = None
@@ -262,6 +270,9 @@ class TorchTables(TableEngine):
         if arrived.work is not None:
             arrived.work.wait()
             arrived.work = None
+        others = self._moves.others
+        if others is not None and torch.is_grad_enabled() and not self._rows.copies:
+            started.told = others.tell(self._traffic.asked_for(arrived))
         # Typed by hand: torch gives the apply of a Function no type.
         exchange: Any = Exchange.apply
         vectors = (
@@ -348,21 +359,29 @@ class TorchTables(TableEngine):
             the flat output of each part.
         """
         found, started.pooled = started.pooled, None
-        return self.pool(started.parts or (), weights) if found is None else found
+        if found is not None:
+            return found
+        halves = torch.get_autocast_dtype("cuda") == torch.bfloat16
+        rounds = self._rounds and halves and torch.is_autocast_enabled("cuda")
+        return self.pool(started.parts or (), weights, rounds=rounds)
 
-    def pool(self, parts: Sequence[Part], weights: Sequence[Tensor | None]) -> list[Tensor]:
+    def pool(
+        self, parts: Sequence[Part], weights: Sequence[Tensor | None], *, rounds: bool = False
+    ) -> list[Tensor]:
         """Pool rows of this rank alone. Collective over the replicas.
 
         Args:
             parts: of the call.
             weights: of the ids of each part.
+            rounds: give outputs in bf16.
 
         Returns:
             the flat output of each part.
         """
         with self._rows.whole(states=False) as whole:
             whole.wait()
-            return cast("Direct", self._direct).look_up(parts, weights)
+            out_dtype = torch.bfloat16 if rounds else torch.float32
+            return cast("Direct", self._direct).look_up(parts, weights, out_dtype=out_dtype)
 
     @torch.no_grad()
     def learn_directly(
@@ -412,22 +431,23 @@ class TorchTables(TableEngine):
             return self._traffic.fetch(arrived)
 
     @torch.no_grad()
-    def learn(self, arrived: Arrived, grad: Tensor) -> None:
+    def learn(self, arrived: Arrived, grad: Tensor, told: ToHost | None = None) -> None:
         """Move the rows that a call asked for, or hold their gradients. Collective.
 
         Args:
             arrived: the ids of the call.
             grad: gradient of its vectors.
+            told: what other sharding groups were told of its rows.
         """
         grad = grad.contiguous()
         if self.update == "step":
             if self._direct is not None:
                 self._direct.check_alone()
-            self._held.add(self._traffic.bring(arrived, grad))
+            self._held.add(self._traffic.bring(arrived, grad), told)
             return
         with self._rows.whole(states=True) as whole:
             # Gathered while the gradients travel.
-            self._move(self._traffic.bring(arrived, grad), whole)
+            self._move(self._traffic.bring(arrived, grad), whole, told)
 
     @torch.no_grad()
     def apply_held(self) -> None:
@@ -448,11 +468,12 @@ class TorchTables(TableEngine):
                 )
             )
         with self._rows.whole(states=True) as whole:
-            self._move(self._held.take(), whole)
+            told = self._held.told
+            self._move(self._held.take(), whole, told)
 
-    def _move(self, found: Sequence[RowGradients], whole: Gathered) -> None:
+    def _move(self, found: Sequence[RowGradients], whole: Gathered, told: ToHost | None) -> None:
         self.step += 1
-        self._moves.move(found, lr=self._lr, step=self.step, rows_are_there=whole.wait)
+        self._moves.move(found, lr=self._lr, step=self.step, rows_are_there=whole.wait, told=told)
         if self.plan.fully_sharded:
             self._rows.average(self.step)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gem_embeddings.sharded.collectives import Collectives
 from gem_embeddings.sharded.places import Places
+from gem_embeddings.sharded.to_host import ToHost
 
 
 @dataclass(slots=True)
@@ -67,13 +68,11 @@ class Begun:
 
     Attributes:
         arrived: what is known of it without them.
-        host: the sizes; to be read once ``there`` has come.
-        there: event behind the copy to the host; None where the sizes are there.
+        sizes: on their way.
     """
 
     arrived: Arrived
-    host: Tensor
-    there: Any = None
+    sizes: ToHost
 
 
 class IdExchange:
@@ -180,13 +179,7 @@ class IdExchange:
             outside=False,
             rows=keys_I[:0],
         )
-        if told.device.type != "cuda":
-            return Begun(arrived, told.cpu())
-        host = torch.empty(told.shape, dtype=told.dtype, pin_memory=True)
-        host.copy_(told, non_blocking=True)
-        there = torch.cuda.Event()
-        there.record()
-        return Begun(arrived, host, there)
+        return Begun(arrived, ToHost(told))
 
     def finish(self, begun: Begun, *, send_rows: bool = True) -> Arrived:
         """Send the ids of a call that has begun. Collective over the sharding group.
@@ -199,13 +192,11 @@ class IdExchange:
             as ``send``.
         """
         arrived, routes = begun.arrived, self._shift_K.shape[0]
-        if begun.there is not None:
-            if not begun.there.query():
-                self.waits += 1
-            begun.there.synchronize()
+        host = begun.sizes.read()
+        self.waits += begun.sizes.waited
         step = self._sizes[0] - self._route_ends[0] + self._own
         parts = [1, arrived.first_T.shape[0], routes, step * self._ranks]
-        flags, first, sent, words = begun.host.split(parts)
+        flags, first, sent, words = host.split(parts)
         words = words.view(self._ranks, step)
         arrived.asked, arrived.first = first.diff().tolist(), first.tolist()[:-1]
         arrived.sent = sent

@@ -14,6 +14,7 @@ from gem_embeddings.contract import OptimizerSpec
 from gem_embeddings.ops import TableLayout, table_update
 from gem_embeddings.sharded.collectives import Collectives
 from gem_embeddings.sharded.storage import RowStore
+from gem_embeddings.sharded.to_host import ToHost
 
 # Of what is held, no element may be larger: sums of its squares would overflow in fp32.
 LARGEST = 2.0**60
@@ -127,15 +128,24 @@ class HeldGradients:
         # What a sum may reach, spread over the ranks that may add to it.
         self._most = (float("inf") if travels_in is None else torch.finfo(travels_in).max) / ranks
         self._parts: list[list[RowGradients]] = []
+        self._told: ToHost | None = None
 
-    def add(self, found: Sequence[RowGradients]) -> None:
+    def add(self, found: Sequence[RowGradients], told: ToHost | None = None) -> None:
         """Hold what one backward pass has brought.
 
         Args:
             found: gradients of each store, of the same stores every time.
+            told: what other groups were told of its rows.
         """
         self.passes += 1
         self._parts.append(list(found))
+        # Rows of several passes may be the same ones.
+        self._told = told if self.passes == 1 else None
+
+    @property
+    def told(self) -> ToHost | None:
+        """What other groups were told of all rows that are held."""
+        return self._told
 
     def take(self) -> list[RowGradients]:
         """Hand over what is held of each store."""
@@ -145,7 +155,7 @@ class HeldGradients:
 
     def drop(self) -> None:
         """Hold nothing."""
-        self.passes, self._parts = 0, []
+        self.passes, self._parts, self._told = 0, [], None
 
     def finite(self, device: torch.device) -> Tensor:
         """Tell whether all elements, and sums of their squares, are finite. Waits for nothing.
@@ -179,33 +189,64 @@ class ReplicaGradients:
 
     def __init__(self, replicas: Collectives, index: int, wire: torch.dtype) -> None:
         self._replicas, self._index, self._wire = replicas, index, wire
+        self.waits = 0
 
-    def __call__(self, found: Sequence[RowGradients]) -> list[RowGradients]:
+    def tell(self, rows: Sequence[tuple[RowStore, Tensor]]) -> ToHost:
+        """Tell the other groups how many different rows will have gradients. Collective.
+
+        Between this and the gradients lies a backward pass, so that no host waits for its device.
+
+        Args:
+            rows: each store on this rank, and its rows that were asked for.
+
+        Returns:
+            what `__call__` takes.
+        """
+        counts: list[Tensor] = []
+        for store, rows_I in rows:
+            sorted_I = torch.sort(rows_I).values
+            new_I = torch.ones_like(sorted_I)
+            new_I[1:] = sorted_I[1:] != sorted_I[:-1]
+            seen_P = new_I.new_zeros(new_I.shape[0] + 1)
+            torch.cumsum(new_I, 0, out=seen_P[1:])
+            counts.append(seen_P[torch.searchsorted(sorted_I, store.cuts)].diff())
+        return self._gather(torch.cat(counts))
+
+    def _gather(self, counts_K: Tensor) -> ToHost:
+        told = counts_K.new_empty(self._replicas.size * counts_K.shape[0])
+        self._replicas.all_gather(told, counts_K).wait()
+        return ToHost(told)
+
+    def __call__(
+        self, found: Sequence[RowGradients], told: ToHost | None = None
+    ) -> list[RowGradients]:
         """Fetch what the other groups have. Collective over the replicas.
 
         Args:
             found: gradients of each store on this rank.
+            told: different rows of each group, where `tell` has told them; every rank has it, or
+                none.
 
         Returns:
             gradients of each store from all replicas, in their order: the same on each of them.
 
         Cost: three exchanges whatever the number of tables: 8 bytes a shard, then 8 bytes and a
-            vector for each different row, to every replica. The host waits once, for the counts.
+            vector for each different row, to every replica. The host waits once, for the counts,
+            unless they were told before.
         """
         sums = [
             merged(one.ids_I, one.grad, one.store.width, beyond=one.store.rows) for one in found
         ]
-        # Different rows of each shard: shard follows shard in a store.
-        counts_K = torch.cat(
-            [
+        if told is None:
+            # Different rows of each shard: shard follows shard in a store.
+            of_stores = [
                 torch.searchsorted(rows_I, one.store.cuts).diff()
                 for one, (rows_I, _) in zip(found, sums, strict=True)
             ]
-        )
-        told = counts_K.new_empty(self._replicas.size * counts_K.shape[0])
-        self._replicas.all_gather(told, counts_K).wait()
+            told = self._gather(torch.cat(of_stores))
         shards = [len(one.store.shards) for one in found]
-        counts = told.view(self._replicas.size, -1).cpu().split(shards, dim=1)
+        counts = told.read().view(self._replicas.size, -1).split(shards, dim=1)
+        self.waits += told.waited
         # Ids of each replica for each store.
         sizes_MS = torch.stack([of_store.sum(dim=1) for of_store in counts], dim=1)
         sizes = sizes_MS.tolist()

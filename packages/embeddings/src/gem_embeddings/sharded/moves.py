@@ -9,6 +9,7 @@ from gem_embeddings.sharded.cut_rows import CutRows
 from gem_embeddings.sharded.gradients import ReplicaGradients, RowGradients, one_bag
 from gem_embeddings.sharded.places import Places, StoreKey
 from gem_embeddings.sharded.storage import RowStore
+from gem_embeddings.sharded.to_host import ToHost
 
 
 class RowMoves:
@@ -38,7 +39,7 @@ class RowMoves:
         seed: int,
     ) -> None:
         self._optimizer, self._seed = optimizer, seed
-        self._others, self._scale = others, 1.0 / ranks
+        self.others, self._scale = others, 1.0 / ranks
         self._in_pieces = [store for (_, cut, _), store in stores.items() if cut]
         self._cut = CutRows(places, rank, group, stores, optimizer, seed=seed)
 
@@ -49,6 +50,7 @@ class RowMoves:
         lr: float,
         step: int,
         rows_are_there: Callable[[], None],
+        told: ToHost | None = None,
     ) -> None:
         """Move rows by the mean of gradients. Collective.
 
@@ -57,9 +59,10 @@ class RowMoves:
             lr: learning rate.
             step: of the tables, this one included.
             rows_are_there: waits for rows that are still being gathered.
+            told: what other groups were told of these rows.
         """
-        if self._others is not None:
-            found = self._others(found)
+        if self.others is not None:
+            found = self.others(found, told)
         rows_are_there()
         in_pieces: list[RowGradients] = []
         for one in found:

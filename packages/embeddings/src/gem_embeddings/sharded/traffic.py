@@ -108,6 +108,17 @@ class Traffic:
                 tables[shard.table].copy_(store.shard_weight(index).index_select(0, rows_I))
         return vectors
 
+    def asked_for(self, arrived: Arrived) -> list[tuple[RowStore, Tensor]]:
+        """Return the rows of each store of this rank that any rank asks for.
+
+        Args:
+            arrived: the ids.
+
+        Returns:
+            stores with their rows, from rank after rank; those of copies left out.
+        """
+        return list(zip(self._stores.values(), self._ids(arrived), strict=True))
+
     def bring(self, arrived: Arrived, grad: Tensor) -> list[RowGradients]:
         """Bring gradients to the ranks that hold the rows. Collective over the sharding group.
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from gem.bench.variants import BASE, Variant
 from gem.config import RunConfig, load_recipe
+from gem.data.prepare import provide
 from gem.report.paired import Losses, paired_bootstraps, task_losses
 from gem.train.loop import train
 from gem.train.run import DATA_ROOT
@@ -132,8 +133,8 @@ def run_ablation(asked: Ablation, told: Callable[[str], None]) -> list[dict[str,
         told(f"{variant.name}, seed {seed}: trained")
 
     told(f"{len(wanted)} runs, {len(missing)} of them to be trained")
-    if missing and asked.jobs > 1:  # the data set is made once, by the first
-        one(missing.pop(0))
+    for variant, seed in missing:  # made once, and not by several runs at a time
+        provide(configs[variant.name, seed].data, asked.data_root)
     with ThreadPoolExecutor(asked.jobs) as pool:
         list(pool.map(one, missing))
     return compared(asked, told)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gem.config import RunConfig, recipe_text
+from gem.config import RunConfig, parse_recipe, recipe_text
 from gem.model.model_presets import shipped_presets
 from gem.model.spec import GemSpec
 from gem_opkit.errors import ConfigError, UnsupportedError, refusal
@@ -76,9 +76,12 @@ def variants_of(config: RunConfig) -> list[Variant]:
     if config.data.synthetic is not None and config.data.synthetic.content_width:
         settings = ('model.leave_out=["content_*", "*.content_*"]',)
         found.append(Variant("without content features", "content features", settings))
-    found += [
-        Variant(name, "published model", (f"model.preset={name}",)) for name in shipped_presets()
-    ]
+    text = config.to_toml()
+    for name in shipped_presets():
+        settings = (f"model.preset={name}",)
+        other = parse_recipe(text, name=config.name, origin=config.name, overrides=settings)
+        if other != config:
+            found.append(Variant(name, "published model", settings))
     return found
 
 

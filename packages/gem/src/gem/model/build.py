@@ -8,7 +8,7 @@ from torch import nn
 from gem.data.schema import BatchSchema
 from gem.model.din import DinModel
 from gem.model.gem import GemLayer, GemModel
-from gem.model.interaction import ExpertMixture
+from gem.model.interaction import AttentiveProjection, ExpertMixture, FactorisationBlock
 from gem.model.spec import DinSpec, GemSpec
 from gem.model.tables import draw_by_place, table_specs
 from gem_embeddings.contract import LookupSpec, TableSpec
@@ -56,6 +56,17 @@ def model_tables(model: nn.Module) -> tuple[list[TableSpec], list[LookupSpec]]:
     own = cast(GemModel | DinModel, model)
     streams = own.read if isinstance(own, GemModel) else own.schema.streams
     return table_specs(own.spec.embeddings, own.schema, streams)
+
+
+def only_multiplies_vectors(model: nn.Module) -> bool:
+    """Tell whether a model reads each vector of its tables once, and by a product alone.
+
+    Under autocast such a model rounds them before anything else is done with them.
+
+    Args:
+        model: from `build_model`.
+    """
+    return cast(GemModel | DinModel, model).only_multiplies_vectors
 
 
 def dense_units(model: nn.Module) -> list[str]:
@@ -116,6 +127,20 @@ def expert_mixtures(model: nn.Module) -> list[str]:
         qualified names; none for a model without experts.
     """
     return [name for name, part in model.named_modules() if isinstance(part, ExpertMixture)]
+
+
+def example_layers(model: nn.Module) -> list[str]:
+    """Name the submodules whose linear layers have one row an example: MLPs of experts, heads.
+
+    Args:
+        model: from `build_model`.
+
+    Returns:
+        qualified names.
+    """
+    kinds = FactorisationBlock | AttentiveProjection
+    blocks = [name for name, part in model.named_modules() if isinstance(part, kinds)]
+    return ["heads", *(f"{name}.mlp" for name in blocks)]
 
 
 def late_layers(model: nn.Module) -> list[str]:

@@ -142,6 +142,11 @@ class DinModel(nn.Module):
             logits_BA = logits_BA + self.shortcut(numbers_BD)
         return logits_BA
 
+    @property
+    def only_multiplies_vectors(self) -> bool:
+        """Whether each vector is read once, and by a product: the candidate's is read twice."""
+        return False
+
     def table_ids(self, batch: ExampleBatch) -> dict[str, Jagged]:
         """Give the ids that ``forward`` looks up.
 

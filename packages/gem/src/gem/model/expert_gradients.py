@@ -14,18 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-
-def in_halves(*tensors: Tensor) -> bool:
-    """Tell whether tensors take the operators of this module.
-
-    Args:
-        tensors: what would be read.
-
-    Returns:
-        whether all are bf16 on a GPU, outside of ``torch.compile``.
-    """
-    same = all(own.is_cuda and own.dtype == torch.bfloat16 for own in tensors)
-    return same and not torch.compiler.is_compiling()
+from gem.model.joins import wide_copy
 
 
 class _PairProducts(torch.autograd.Function):
@@ -84,7 +73,14 @@ class _Inputs(torch.autograd.Function):
         ctx: Any, x_BND: Tensor, summary_BPD: Tensor, parts: Sequence[slice]
     ) -> tuple[Tensor, ...]:
         ctx.parts = parts
-        given = [torch.cat([x_BND[:, part], summary_BPD], dim=1) for part in parts]
+        given = []
+        for part in parts:
+            tokens = x_BND[:, part]
+            count, more = tokens.shape[1], summary_BPD.shape[1]
+            own = x_BND.new_empty(x_BND.shape[0], count + more, x_BND.shape[2])
+            wide_copy(own[:, :count], tokens)
+            wide_copy(own[:, count:], summary_BPD)
+            given.append(own)
         return (*given, x_BND)
 
     @staticmethod

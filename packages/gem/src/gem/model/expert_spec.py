@@ -37,6 +37,11 @@ class ExpertsSpec(Contract):
     projection: Literal["learned", "attentive"] = Field(
         default="learned", description="Y is a parameter, or made from compressed tokens"
     )
+    block_norm: Literal["layer", "swish_rms"] = Field(
+        default="layer",
+        description="norm of the products of Wukong's factorisation block before its MLP: layer, "
+        "LayerNorm; swish_rms, each example's products gated by the sigmoid of their RMSNorm",
+    )
     mlp_widths: tuple[Width, ...] = Field(
         default=(128,), description="hidden widths of the MLP of wukong, dot and mlp"
     )
@@ -64,7 +69,7 @@ class ExpertsSpec(Contract):
         Returns:
             its kind.
         """
-        return self.kinds[place] if len(self.kinds) > 1 else self.kinds[0]
+        return self.kinds[place % len(self.kinds)]
 
     @property
     def tokens(self) -> int:

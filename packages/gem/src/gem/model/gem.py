@@ -24,6 +24,7 @@ from gem.data.batch import ExampleBatch, StreamBatch
 from gem.data.schema import BatchSchema, StreamInput
 from gem.model.heads import Shortcut, TaskHeads
 from gem.model.interaction import ExpertMixture, Summary
+from gem.model.joins import join
 from gem.model.sequence import (
     StreamBoth,
     StreamInteraction,
@@ -271,10 +272,15 @@ class GemModel(nn.Module):
         last = [x_BND.flatten(1), join_summaries(x_BND, states).flatten(1)]
         if self.spec.numbers.trunk:
             last.append(numbers_BD)
-        logits_BA = self.heads(torch.cat(last, dim=1), batch.domains_B)
+        logits_BA = self.heads(join(last, dim=1), batch.domains_B)
         if self.shortcut is not None:
             logits_BA = logits_BA + self.shortcut(numbers_BD)
         return logits_BA
+
+    @property
+    def only_multiplies_vectors(self) -> bool:
+        """Whether each vector of a table is read once, and by a product alone."""
+        return self.features.projection is not None or not self.features.names
 
     def table_ids(self, batch: ExampleBatch) -> dict[str, Jagged]:
         """Give the ids that ``forward`` looks up.

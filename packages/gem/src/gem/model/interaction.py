@@ -16,9 +16,10 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from gem.model.expert_gradients import in_halves, inputs_beside, pair_products_beside
+from gem.model.expert_gradients import inputs_beside, pair_products_beside
 from gem.model.expert_kinds import EXPERTS
 from gem.model.expert_spec import ExpertsSpec
+from gem.model.joins import in_halves
 from gem.model.spec import MlpActivation
 from gem.model.structure import expert_parts
 from gem.model.token_linear import TokenLinear
@@ -139,9 +140,10 @@ def pair_products(x_BND: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 class FactorisationBlock(nn.Module):
     """Wukong's FMB: pairwise products of tokens, compressed, through an MLP, as new tokens.
 
-        tokens = reshape(MLP(LayerNorm(flatten(X (Xᵀ Y)))))
+        tokens = reshape(MLP(norm(flatten(X (Xᵀ Y)))))
 
-    X Xᵀ would hold every pair; Y keeps `rank` combinations of them at a cost linear in tokens.
+    X Xᵀ would hold every pair; Y keeps `rank` combinations of them at a cost linear in tokens. The
+    norm is LayerNorm or, as the spec says, SwishRMSNorm.
 
     Args:
         tokens: tokens that come in.
@@ -167,7 +169,8 @@ class FactorisationBlock(nn.Module):
             if spec.projection == "learned"
             else AttentiveProjection(tokens, width, spec, activation=activation)
         )
-        self.norm = LayerNorm(tokens * spec.rank)
+        pairs = tokens * spec.rank
+        self.norm = LayerNorm(pairs) if spec.block_norm == "layer" else RmsNorm(pairs, swish=True)
         widths = (tokens * spec.rank, *spec.mlp_widths, spec.fm_tokens * width)
         self.mlp = Mlp(widths, activation=activation, dropout=dropout)
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from gem.data.batch import StreamBatch
 from gem.data.schema import BatchSchema, StreamInput
+from gem.model.joins import join
 from gem.model.spec import GemSpec, MlpActivation
 from gem.model.structure import feature_tokens
 from gem.model.tables import event_feature
@@ -240,12 +241,9 @@ class EventTokens(nn.Module):
             parts.append(self.columns(numbers_TD))
         if self.gap_buckets:
             parts.append(gap_basis(gap_seconds_T, self.gap_buckets))
-        if numbers_TD.is_cuda and torch.is_autocast_enabled("cuda"):
-            # As the product would cast what is joined: fewer bytes to join, and gradients of rows
-            # are widened once they have been taken apart.
-            parts = [part.to(torch.get_autocast_dtype("cuda")) for part in parts]
-        joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-        return self.dropout(self.mix(joined))
+        # In the format of the product: fewer bytes to join, and gradients of rows are widened once
+        # they have been taken apart.
+        return self.dropout(self.mix(join(parts, dim=-1)))
 
 
 def latest_events(stream: StreamBatch, max_events: int | None) -> StreamBatch:

@@ -10,6 +10,15 @@ from gem.report.svg import NARROW, Plot, Size
 NOT_RECORDED = "this run has not recorded it"
 
 
+class Safe(str):
+    """Text of this package's own, which a template takes as it is."""
+
+    __slots__ = ()
+
+    def __html__(self) -> str:
+        return self
+
+
 @dataclass(frozen=True, slots=True)
 class Figure:
     """A figure with everything that is said of it.

@@ -12,10 +12,11 @@ from gem.report import sections, what_ran
 from gem.report.calibration import reliability_figure
 from gem.report.compare import Group, check_one_data_set, differences, group_runs
 from gem.report.curves import loss_figure, ne_figure
-from gem.report.figure import Figure, run_name
+from gem.report.figure import Figure, Safe, run_name
 from gem.report.histories import history_figure
 from gem.report.label_rates import label_rate_figure
 from gem.report.read import RunRecord, pick, read_run, table
+from gem.report.significance import Beside, beside_the_first
 from gem_opkit.errors import ConfigError, refusal
 
 REPORT_FILE = "report.html"
@@ -24,12 +25,35 @@ _MOST_DIFFERENCES = 60
 _MOST_TABLES, _SPARED = 12, 3
 
 
-def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
+def compared(folders: Sequence[Path]) -> tuple[list[Beside], list[str]]:
+    """Compare the recipes of several runs with the first one, on the same test rows.
+
+    Args:
+        folders: of the runs, all on one data set.
+
+    Returns:
+        as `gem.report.significance.beside_the_first`.
+
+    Raises:
+        ConfigError: a folder is no run, or runs are of different data sets.
+    """
+    runs = [read_run(folder) for folder in dict.fromkeys(folders)]
+    check_one_data_set(runs)
+    return beside_the_first(group_runs(runs), _tasks(runs))
+
+
+def write_report(
+    folders: Sequence[Path],
+    out: Path | None = None,
+    *,
+    beside: tuple[list[Beside], list[str]] | None = None,
+) -> Path:
     """Write the report of one run or of several.
 
     Args:
         folders: of the runs, at least one; each counts once.
         out: the file; none: ``report.html``, in the folder of the only run or, of several, here.
+        beside: from `compared`, where somebody has it already.
 
     Returns:
         The file.
@@ -48,7 +72,7 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
             )
         )
     runs = [read_run(folder) for folder in dict.fromkeys(folders)]
-    text = report_html(runs)
+    text = report_html(runs, beside=beside)
     path = out
     if path is None:
         path = runs[0].folder / REPORT_FILE if len(runs) == 1 else Path(REPORT_FILE)
@@ -59,11 +83,14 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
     return path
 
 
-def report_html(runs: Sequence[RunRecord]) -> str:
+def report_html(
+    runs: Sequence[RunRecord], *, beside: tuple[list[Beside], list[str]] | None = None
+) -> str:
     """The page.
 
     Args:
         runs: at least one, all on one data set.
+        beside: as for `write_report`.
 
     Raises:
         ConfigError: they are of different data sets.
@@ -72,27 +99,29 @@ def report_html(runs: Sequence[RunRecord]) -> str:
 
     check_one_data_set(runs)
     groups = group_runs(runs)
+    if beside is None:
+        beside = beside_the_first(groups, _tasks(runs))
     room = resources.files("gem.report")
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     template = environment.from_string((room / "page.html.jinja").read_text(encoding="utf-8"))
     return template.render(
-        style=Safe((room / "page.css").read_text(encoding="utf-8")), **_content(groups, runs)
+        style=Safe((room / "page.css").read_text(encoding="utf-8")),
+        **_content(groups, runs, beside),
     )
 
 
-class Safe(str):
-    """Text of this package's own, which the template takes as it is."""
-
-    __slots__ = ()
-
-    def __html__(self) -> str:
-        return self
+def _tasks(runs: Sequence[RunRecord]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(task for run in runs for task in run.tasks))
 
 
-def _content(groups: Sequence[Group], runs: Sequence[RunRecord]) -> dict[str, Any]:
-    tasks = tuple(dict.fromkeys(task for run in runs for task in run.tasks))
+def _content(
+    groups: Sequence[Group],
+    runs: Sequence[RunRecord],
+    beside: tuple[list[Beside], list[str]],
+) -> dict[str, Any]:
+    tasks = _tasks(runs)
     first = runs[0]
     firsts = [group.runs[0] for group in groups]
     streams = list(table(first.diagnostics.get("histories")))
@@ -107,6 +136,8 @@ def _content(groups: Sequence[Group], runs: Sequence[RunRecord]) -> dict[str, An
         "results": sections.results(groups, tasks, by_domain=False),
         "domain_results": sections.results(groups, tasks, by_domain=True),
         "remarks": sections.remarks(groups, tasks),
+        "beside": beside[0],
+        "not_beside": beside[1],
         "seeds": max(len(group.runs) for group in groups),
         # Two figures stand beside each other; where one is left over it takes the whole width.
         "progress": [

@@ -17,6 +17,7 @@ from gem_opkit.errors import DataError, refusal
 RESAMPLES = 10_000
 Losses = dict[str, np.ndarray]
 _CHUNK = 100
+_MOST_AT_ONCE = 20_000_000  # rows drawn at a time: some hundred MB
 _PREDICTIONS = "predictions.parquet"
 
 
@@ -107,7 +108,11 @@ def paired_bootstrap(
 
 
 def paired_bootstraps(
-    several: Sequence[Sequence[Losses]], base: Sequence[Losses], *, seed: int = 1
+    several: Sequence[Sequence[Losses]],
+    base: Sequence[Losses],
+    *,
+    seed: int = 1,
+    resamples: int = RESAMPLES,
 ) -> list[dict[str, Any]]:
     """Compare several models with one, all on the same resamples.
 
@@ -115,6 +120,7 @@ def paired_bootstraps(
         several: as the first of `paired_bootstrap`, one entry a model.
         base: what they are compared with.
         seed: of the resampling.
+        resamples: how many; rounded up to whole chunks.
 
     Returns:
         one comparison for each model, the same as alone.
@@ -140,17 +146,19 @@ def paired_bootstraps(
     gaps = [np.mean([run["loss"] for run in runs], axis=0) - own for runs in several]
     columns = np.stack([label, *gaps], axis=1)
     rng = np.random.default_rng(seed)
-    found = np.empty((RESAMPLES, len(several)))
-    offset = np.arange(_CHUNK)[:, None] * len(rows)
-    for begin in range(0, RESAMPLES, _CHUNK):
-        picked = rng.integers(0, len(rows), (_CHUNK, len(rows)), dtype=np.int32)
+    chunk = max(1, min(_CHUNK, _MOST_AT_ONCE // len(rows)))
+    resamples = -(-resamples // chunk) * chunk
+    found = np.empty((resamples, len(several)))
+    offset = np.arange(chunk)[:, None] * len(rows)
+    for begin in range(0, resamples, chunk):
+        picked = rng.integers(0, len(rows), (chunk, len(rows)), dtype=np.int32)
         # How often each row is in each resample: its sums are then one product for all models.
-        counts = np.bincount((picked + offset).ravel(), minlength=_CHUNK * len(rows))
-        means = counts.reshape(_CHUNK, len(rows)) @ columns / len(rows)
+        counts = np.bincount((picked + offset).ravel(), minlength=chunk * len(rows))
+        means = counts.reshape(chunk, len(rows)) @ columns / len(rows)
         entropies = np.array([binary_entropy(rate) for rate in means[:, 0]])
         # NE is not defined where all labels agree; few rows may be drawn so.
         entropies[entropies == 0.0] = np.nan
-        found[begin : begin + _CHUNK] = means[:, 1:] / entropies[:, None]
+        found[begin : begin + chunk] = means[:, 1:] / entropies[:, None]
     found = found[~np.isnan(found).any(axis=1)]
     if not len(found):
         raise DataError(

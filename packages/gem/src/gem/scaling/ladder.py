@@ -10,7 +10,7 @@ import json
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,7 +22,7 @@ from gem.scaling.picture import scaling_svg, write_page
 from gem.scaling.planted import CLICK
 from gem.scaling.rung import RungJob, planted_flops, train_rung
 from gem.scaling.spec import LadderSpec, RungSpec, ScalingSpec
-from gem_opkit.errors import ConfigError, refusal
+from gem_opkit.errors import ConfigError, MeasurementError, refusal
 
 Told = Callable[[str], None]
 
@@ -46,6 +46,7 @@ def climb(
     Raises:
         ConfigError: the folder holds other ladders, or a recipe of a rung is wrong.
         DataError: as training, and as `gem.scaling.law.fit_law`.
+        MeasurementError: the process of a rung has failed; what it said stands on stderr.
     """
     say = told or (lambda line: None)
     _claim(spec, out)
@@ -83,8 +84,8 @@ def predict(spec: ScalingSpec, out: Path, device: str, say: Told) -> dict[str, A
         ConfigError: the last rung is there and a prediction is not.
     """
     path, rung = out / "prediction.json", _last_rung(spec)
-    assert_rung = [job for job in _jobs(spec, out, device) if job.ladder == spec.law]
-    own = [job for job in assert_rung if rung is not None and job.rung == rung.name]
+    of_law = [job for job in _jobs(spec, out, device) if job.ladder == spec.law]
+    own = [job for job in of_law if rung is not None and job.rung == rung.name]
     if path.is_file():
         return json.loads(path.read_text(encoding="utf-8"))
     there = [job_name(job) for job in own if _file(out, job).is_file()]
@@ -236,9 +237,7 @@ class _Here(Executor):
 
 
 def _pool(jobs: int) -> Executor:
-    # Forked processes could not use a GPU.
-    context = multiprocessing.get_context("spawn")
-    return _Here() if jobs == 1 else ProcessPoolExecutor(jobs, mp_context=context)
+    return _Here() if jobs == 1 else ThreadPoolExecutor(jobs)
 
 
 def _run(pool: Executor, jobs: Iterable[RungJob], out: Path, say: Told) -> None:
@@ -249,11 +248,32 @@ def _run(pool: Executor, jobs: Iterable[RungJob], out: Path, say: Told) -> None:
         if path.is_file():
             say(f"{job_name(job)}: is there")
         else:
-            waiting.append((job, pool.submit(_train_and_write, job, path)))
+            run = _train_and_write if isinstance(pool, _Here) else _in_a_process
+            waiting.append((job, pool.submit(run, job, path)))
     for job, done in waiting:
         found = done.result()
         ne = ", ".join(f"{task} {value:.5f}" for task, value in found["ne"].items())
         say(f"{job_name(job)}: {found['flops_per_example']:.4g} FLOPs an example, NE {ne}")
+
+
+def _in_a_process(job: RungJob, path: Path) -> dict[str, Any]:
+    """Train a rung in a process that gives its memory back with its end."""
+    # A forked one could not use a GPU.
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=_train_and_write, args=(job, path), daemon=True)
+    process.start()
+    process.join()
+    if process.exitcode or not path.is_file():
+        raise MeasurementError(
+            refusal(
+                "gem scaling",
+                job_name(job),
+                must="be trained to its end",
+                got=f"a process that ended with {process.exitcode}",
+                fix="see what it said; call gem scaling again to go on from the other rungs",
+            )
+        )
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def _train_and_write(job: RungJob, path: Path) -> dict[str, Any]:

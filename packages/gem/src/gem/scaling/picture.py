@@ -7,8 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from gem.report.figure import Figure
-from gem.report.page import Safe
+from gem.report.figure import Figure, Safe
 from gem.report.svg import FULL, NARROW, Axis, Plot, Size
 from gem.report.words import short
 from gem.scaling.law import Law

@@ -186,7 +186,7 @@ class PlantedWorld:
             asked += [*(source.name for source in stream.ids), *stream.numbers]
         for numbers in (schema.numbers, *(stream.numbers for stream in schema.streams)):
             in_order = tuple(f"{CONTENT}{k:02d}" for k in range(len(numbers)))
-            asked += [] if numbers == in_order else [", ".join(numbers)]
+            asked += [] if numbers == in_order else [f"{', '.join(numbers)} in this order"]
         unknown = sorted({*asked} - known)
         if unknown or len(schema.streams) > 1 or schema.labels != (CLICK,):
             raise ConfigError(

@@ -20,6 +20,7 @@ from gem.scaling.spec import PlantedSpec
 from gem.train.clock import StepClock
 from gem.train.normalized_entropy import CLIP, binary_entropy
 from gem.train.step import TrainStep, probabilities
+from gem_opkit.bench import provenance
 from gem_opkit.ceilings import device_name
 from gem_opkit.errors import ConfigError, refusal
 from gem_parallel.launch import World, process_group
@@ -68,7 +69,8 @@ def train_rung(job: RungJob) -> dict[str, Any]:
     Returns:
         plain values: ``ladder``, ``rung``, ``seed``, ``settings``, ``ne`` (task -> NE of rows that
         nothing was learned from), ``flops_per_example`` of training, exact, ``examples``,
-        ``parameters``, ``seconds``, ``examples_per_s``, ``device``; of a planted world also
+        ``parameters``, ``seconds``, ``examples_per_s``, ``device``, and the ``provenance`` of a
+        row of results; of a planted world also
         ``ne_of_labels``, ``ne_progressive``, and ``ne_of_rates``, which is what somebody who knows
         every taste would reach.
     """
@@ -80,7 +82,7 @@ def train_rung(job: RungJob) -> dict[str, Any]:
         "seed": job.seed,
         "settings": list(job.settings),
     }
-    return about | found
+    return about | found | {"provenance": provenance()}
 
 
 def planted_schema(config: RunConfig) -> BatchSchema:
@@ -109,20 +111,26 @@ def planted_schema(config: RunConfig) -> BatchSchema:
     return schema.model_copy(update={"labels": (CLICK,), "domains": ("all",)})
 
 
-def flops_of_lengths(config: RunConfig, schema: BatchSchema, counts: Mapping[int, int]) -> int:
+def flops_of_lengths(
+    config: RunConfig, schema: BatchSchema, counts: Mapping[int, int], *, batches: int
+) -> int:
     """FLOPs of training on examples of which only the lengths of histories matter.
 
     Args:
         config: the recipe, whose model is counted.
         schema: of the batches, with one stream or none.
         counts: events of an example -> how many examples have so many.
+        batches: that the examples come in: learned queries are projected once in each.
 
     Returns:
         FLOPs of all of them, exact.
     """
-    return sum(
-        count * _flops_of_one(config, schema, events) for events, count in sorted(counts.items())
+    any_length = next(iter(counts))
+    once = 2 * _flops(config, schema, [any_length]) - _flops(config, schema, [any_length] * 2)
+    each = sum(
+        count * (_flops(config, schema, [events]) - once) for events, count in counts.items()
     )
+    return batches * once + each
 
 
 def planted_flops(job: RungJob) -> float:
@@ -153,7 +161,7 @@ def planted_flops(job: RungJob) -> float:
     counts: Counter[int] = Counter()
     for number in range(steps):
         counts.update(history_lengths(job.planted, schema, number, size).tolist())
-    return flops_of_lengths(config, schema, counts) / (steps * size)
+    return flops_of_lengths(config, schema, counts, batches=steps) / (steps * size)
 
 
 def _steps(job: RungJob, size: int) -> int:
@@ -170,9 +178,10 @@ def _steps(job: RungJob, size: int) -> int:
     return job.examples // size
 
 
-def _flops_of_one(config: RunConfig, schema: BatchSchema, events: int) -> int:
-    lengths = {stream.name: [events] for stream in schema.streams}
-    parts = training_flops(config.model, schema, examples=1, lengths=lengths)
+def _flops(config: RunConfig, schema: BatchSchema, events: list[int]) -> int:
+    """Of one batch, by the events of its examples."""
+    lengths = {stream.name: events for stream in schema.streams}
+    parts = training_flops(config.model, schema, examples=len(events), lengths=lengths)
     return total_flops(parts.values()).total
 
 
@@ -216,7 +225,8 @@ def _on_planted(job: RungJob, config: RunConfig, planted: PlantedSpec) -> dict[s
             "held_out": held_out * size,
             "batch_examples": size,
             "events": sum(events * count for events, count in counts.items()),
-            "flops_per_example": flops_of_lengths(config, schema, counts) / (steps * size),
+            "flops_per_example": flops_of_lengths(config, schema, counts, batches=steps)
+            / (steps * size),
             "parameters": {
                 "dense": dense,
                 "tables": tables * config.model.embeddings.embedding_dim,

@@ -5,8 +5,8 @@ this step has moved them, while the dense optimizer runs. So the next step finds
 found by itself, to the last bit, and its forward pass does not begin with a lookup.
 
 On several ranks rows are read in the forward pass. What comes ahead are the sizes of the messages,
-which the host has to know: they are told behind the forward pass of the step before, so that no
-host waits for its device and all can queue work ahead of it.
+which the host has to know: they are told behind the lookup of the step before, so that no host
+waits for its device and all can queue work ahead of it.
 
 Reading rows earlier, and mending those that this step moves, was left aside: the popular rows are
 in most batches, and mending them reads them again.
@@ -77,9 +77,9 @@ class LookupAhead:
             self._expected = batch
 
     def begin(self) -> None:
-        """Tell ranks what the expected batch will ask for. To be called behind a forward pass.
+        """Tell ranks what the expected batch will ask for. To be called behind a step's own lookup.
 
-        Every rank has to call it. Told earlier, it would lie before this step's own messages.
+        Every rank has to call it. Told earlier, it would lie before that one's messages.
         """
         batch, self._expected = self._expected, None
         if batch is not None:

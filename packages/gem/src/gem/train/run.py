@@ -225,6 +225,8 @@ def build_run(
     low = step.low_precision
     if low.formats or low.kept:
         display.stage(f"precision: {low.told()}")
+    if step.low_attention.formats or step.low_attention.kept:
+        display.stage(f"precision: {step.low_attention.told()}")
     if step.gathered is not None:
         display.stage(f"precision: {step.gathered.told()}")
     if world.size > 1 or config.parallel is not None:

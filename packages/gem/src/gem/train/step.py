@@ -21,7 +21,14 @@ from gem.config import RunConfig
 from gem.data.batch import ExampleBatch
 from gem.data.schema import BatchSchema
 from gem.memory.limit import MemoryLimit
-from gem.model.build import dense_units, expert_mixtures, late_layers, overlap_sides
+from gem.model.build import (
+    dense_units,
+    example_layers,
+    expert_mixtures,
+    late_layers,
+    only_multiplies_vectors,
+    overlap_sides,
+)
 from gem.model.heads import known_weight, multi_task_loss
 from gem.model.sharded_tables import ShardedTables
 from gem.model.structure import loss_weights
@@ -37,6 +44,7 @@ from gem.train.micro_batches import micro_batches
 from gem.train.shared_weights import shares_of
 from gem.train.spec import ParallelSpec, TrainSpec, schedule_factor
 from gem.train.table_engine import shard_tables
+from gem_attention.recipes import convert_attention
 from gem_embeddings.optimizer import merge_sparse_gradients, table_optimizer
 from gem_embeddings.tables import EmbeddingTables
 from gem_parallel.collectives import all_reduce_sum
@@ -103,6 +111,14 @@ class TrainStep:
         self.task_weights = loss_weights(config.model, schema)
         self.precision = apply_recipe(config.precision, world.device.type)
         self.low_precision = convert_layers(
+            model,
+            config.precision,
+            device=world.device,
+            escapes=late_layers(model),
+            # The batch of all ranks: experts may see the examples of several.
+            most_rows=dict.fromkeys(example_layers(model), config.train.batch_examples),
+        )
+        self.low_attention = convert_attention(
             model, config.precision, device=world.device, escapes=late_layers(model)
         )
         self.plan = plan_of(config, world)
@@ -113,6 +129,9 @@ class TrainStep:
         self.engine = lookups.engine if isinstance(lookups, ShardedTables) else None
         parts = self.spec.accumulation_parts
         self.ahead = LookupAhead(model, parts=parts, device=world.device)
+        halves = config.precision.formats() == ("bf16_autocast",)
+        if self.engine is not None and halves and only_multiplies_vectors(model):
+            self.engine.round_vectors()
         self.table_parameters = lookups.table_parameters()
         tables = {id(p) for p in self.table_parameters}
         # Of the whole model: afterwards a rank may have a part of the experts.
@@ -170,7 +189,7 @@ class TrainStep:
         # Lookups run inside the model's forward pass; their time is booked under the tables. Those
         # of an evaluation are no time of training.
         lookups.register_forward_pre_hook(lambda module, *_: _mark(clock, module, "tables"))
-        lookups.register_forward_hook(lambda module, *_: _mark(clock, module, "forward"))
+        lookups.register_forward_hook(lambda module, *_: self._looked_up(module))
 
     def __call__(self, batch: ExampleBatch, step: int) -> Scored:
         """Score a batch, then learn from it.
@@ -214,6 +233,11 @@ class TrainStep:
             batch: of this rank, on the device; made on ``ahead.stream`` or on the current stream.
         """
         self.ahead.expect(batch)
+
+    def _looked_up(self, module: nn.Module) -> None:
+        if module.training:
+            self.ahead.begin()
+            self.clock.mark("forward")
 
     def _reads_working_weights(self, config: RunConfig) -> bool:
         """Whether forward passes read weights in bf16: on a GPU, where a step uses each once."""
@@ -259,7 +283,6 @@ class TrainStep:
                     )
                 # Divided by the weights of the whole batch: the parts' losses add up to its loss.
                 loss = multi_task_loss(logits_BA, part, self.task_weights, known_A=known_A)
-                self.ahead.begin()
                 self.clock.mark("backward")
                 # Gradients are averaged over ranks, and what is wanted is their sum.
                 (loss * self.world.size).backward()

@@ -12,7 +12,12 @@ from gem_parallel.planning.memory import (
     whole_elements,
 )
 from gem_parallel.planning.rates import Rates
-from gem_parallel.planning.traffic import gathered_bytes, is_sharded, own_experts
+from gem_parallel.planning.traffic import (
+    gathered_bytes,
+    is_sharded,
+    own_experts,
+    reduced_bytes,
+)
 from gem_parallel.planning.work import Operator, Unit, Work
 
 
@@ -131,7 +136,9 @@ def weights_ms(unit: Unit, work: Work, plan: ParallelPlan, device: Accelerator) 
     casts, copies = (cast - copied) * (size + work.compute_bytes), whole * 2 * gathered
     forward = casts + copies
     backward = casts + merged * (size + work.compute_bytes)
-    backward += (0 if plan.keep_gathered else copies) + whole * (gathered + size)
+    backward += (0 if plan.keep_gathered else copies) + whole * (
+        gathered + reduced_bytes(work, plan)
+    )
     return [moved / (device.memory_gbytes_per_s * 1e6) for moved in (forward, backward)]
 
 

@@ -8,7 +8,13 @@ are moved, all that is gone, and gathered rows and what travels are there instea
 from dataclasses import dataclass
 
 from gem_parallel.contract import ParallelPlan
-from gem_parallel.planning.traffic import gathered_bytes, is_sharded, own_experts, split_small
+from gem_parallel.planning.traffic import (
+    gathered_bytes,
+    is_sharded,
+    own_experts,
+    reduced_bytes,
+    split_small,
+)
 from gem_parallel.planning.work import Parameter, TableStep, Unit, Work
 
 
@@ -136,7 +142,7 @@ def copied_elements(unit: Unit, work: Work, plan: ParallelPlan) -> int:
 
 
 def narrow_gradients(unit: Unit, work: Work, plan: ParallelPlan) -> int:
-    """Count the elements of those whose gradients stay in that format: no rank has others.
+    """Count the elements of those whose gradients stay in that format.
 
     Args:
         unit: with its experts.
@@ -144,10 +150,11 @@ def narrow_gradients(unit: Unit, work: Work, plan: ParallelPlan) -> int:
         plan: sizes of the axes.
 
     Returns:
-        all of them on one rank; of several the rank's own experts, where no other has them.
+        all of them on one rank, or where ranks sum in that format; else the rank's own experts,
+        where no other rank has them.
     """
     copied = copied_elements(unit, work, plan)
-    if plan.world_size == 1 or not copied:
+    if plan.world_size == 1 or not copied or reduced_bytes(work, plan) <= work.compute_bytes:
         return copied
     if plan.expert == 1 or plan.replicate * plan.shard > 1:
         return 0
@@ -221,7 +228,7 @@ def _moment(
     return {
         "gradients": sum(_gradient_bytes(unit, work, plan) for unit in with_gradients),
         # The unit in use has its gradients whole, too.
-        "gathered": gathered_bytes(work, plan) * ahead + size * whole[index],
+        "gathered": gathered_bytes(work, plan) * ahead + reduced_bytes(work, plan) * whole[index],
         "copies": work.compute_bytes * copies,
         "activations": kept,
     }

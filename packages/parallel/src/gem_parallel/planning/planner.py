@@ -104,6 +104,7 @@ def dense_plans(work: Work, ranks: int, like: ParallelPlan = _PLAIN) -> Iterator
                 table_replicate=ranks,
                 replicate_below=like.replicate_below,
                 gather_dtype=like.gather_dtype,
+                reduce_dtype=like.reduce_dtype,
                 keep_gathered=like.keep_gathered,
             )
 

@@ -72,6 +72,19 @@ def gathered_bytes(work: Work, plan: ParallelPlan) -> int:
     return 2 if plan.gather_dtype == "bf16" else work.parameter_bytes
 
 
+def reduced_bytes(work: Work, plan: ParallelPlan) -> int:
+    """Bytes of an element of a gradient while it is summed over ranks.
+
+    Args:
+        work: says how parameters are stored.
+        plan: says in what format gradients are summed.
+
+    Returns:
+        2 for bf16, else as parameters are stored.
+    """
+    return 2 if plan.reduce_dtype == "bf16" else work.parameter_bytes
+
+
 def split_small(
     parameters: Iterable[Parameter], plan: ParallelPlan
 ) -> tuple[list[Parameter], list[Parameter]]:
@@ -132,7 +145,7 @@ def dense_traffic(work: Work, plan: ParallelPlan) -> list[DenseTraffic]:
 def _unit_traffic(
     unit: Unit, work: Work, plan: ParallelPlan
 ) -> tuple[list[DenseTraffic], list[DenseTraffic]]:
-    size = work.parameter_bytes
+    size = reduced_bytes(work, plan)
     dealt = plan.expert > 1 and bool(unit.experts)
     parameters = list(unit.parameters)
     if not dealt:
@@ -174,7 +187,7 @@ def _sharded(
     elements = sum(p.shard_elements(shard) for p in parameters)
     if not elements:
         return [], []
-    part = work.parameter_bytes * elements
+    part = reduced_bytes(work, plan) * elements
     ahead: list[DenseTraffic] = []
     back: list[DenseTraffic] = []
     times = work.micro_batches

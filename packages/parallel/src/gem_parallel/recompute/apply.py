@@ -114,7 +114,9 @@ class Recomputing:
         forward = partial(_with_stand_ins, part, own)
         random = any(isinstance(m, nn.Dropout) and m.p > 0.0 for m in part.modules())
 
-        def contexts() -> tuple[Keep, Replay]:
+        def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+            if not plan.kept:  # nothing to look out for: operators need not pass through Python
+                return nullcontext(), nullcontext()
             first = Keep(plan.kept, self._put_away)
             return first, Replay(first)
 

@@ -21,6 +21,8 @@ from gem_parallel.recompute.packing import PackedView, unpack
 IGNORED = frozenset({torch.ops.aten.detach.default})
 
 Kept = tuple[Any, tuple[Any, ...]]
+# Operator -> its name: torch puts it together anew each time, and every operator is asked.
+_NAMES: dict[Any, str] = {}
 
 
 class Keep(TorchDispatchMode):
@@ -45,13 +47,17 @@ class Keep(TorchDispatchMode):
     ) -> Any:
         """Run an operator, and keep what it gives where that is wanted."""
         out = func(*args, **(kwargs or {}))
-        name = str(func)
+        name = _name(func)
         if name in self._names:
             key = name, self._places[name]
             self._places[name] += 1
             if key in self._wanted:
                 # Detached: autograd makes the tensor itself a part of the graph that keeps this.
-                put = tree_map_only(Tensor, lambda t: self._pack(t.detach()), out)
+                put = (
+                    self._pack(out.detach())
+                    if isinstance(out, Tensor)
+                    else tree_map_only(Tensor, lambda t: self._pack(t.detach()), out)
+                )
                 self.kept[key] = put, _signature(args)
         return out
 
@@ -77,7 +83,7 @@ class Replay(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         """Give what was kept of an operator, or run it."""
-        name = str(func)
+        name = _name(func)
         if name not in self._first._names:
             return func(*args, **(kwargs or {}))
         key = name, self._places[name]
@@ -95,8 +101,25 @@ class Replay(TorchDispatchMode):
                     fix="take one backward pass for each forward pass, and no global state",
                 )
             )
-        return tree_map(lambda x: unpack(x) if isinstance(x, Tensor | PackedView) else x, found[0])
+        put = found[0]
+        if isinstance(put, Tensor | PackedView):
+            return unpack(put)
+        return tree_map(lambda x: unpack(x) if isinstance(x, Tensor | PackedView) else x, put)
+
+
+def _name(func: Any) -> str:
+    found = _NAMES.get(func)
+    if found is None:
+        found = _NAMES[func] = str(func)
+    return found
 
 
 def _signature(args: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple((tuple(x.shape), x.dtype) for x in tree_iter(args) if isinstance(x, Tensor))
+    """Shape and dtype of every tensor; lists are looked into only where there are some."""
+    found: list[Any] = []
+    for arg in args:
+        if isinstance(arg, Tensor):
+            found.append((arg.shape, arg.dtype))
+        elif isinstance(arg, list | tuple):
+            found += [(x.shape, x.dtype) for x in tree_iter(arg) if isinstance(x, Tensor)]
+    return tuple(found)

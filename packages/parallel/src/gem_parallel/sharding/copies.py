@@ -33,8 +33,10 @@ class CopiedGradients:
             this rank alone.
         divisor: of every sum.
         stand_ins: parameter -> leaf tensor of its shape that forward passes read in its place.
+        narrow: sum gradients in bf16.
 
-    Numerics: gradients are summed in the dtype of the parameters. NCCL divides while it sums.
+    Numerics: gradients are summed in the dtype of the parameters, unless ``narrow``. NCCL divides
+        while it sums.
     """
 
     def __init__(
@@ -43,10 +45,11 @@ class CopiedGradients:
         *,
         divisor: int,
         stand_ins: Mapping[nn.Parameter, Tensor] | None = None,
+        narrow: bool = False,
     ) -> None:
         self.enabled = True
         self._buckets = [
-            _Bucket(members, group, stand_ins or {}, divisor)
+            _Bucket(members, group, stand_ins or {}, divisor, narrow=narrow)
             for named, group in copies
             for members in _cut(named, stand_ins or {})
         ]
@@ -108,7 +111,7 @@ class CopiedGradients:
 
 
 class _Bucket:
-    """Parameters whose gradients travel together."""
+    """Parameters whose gradients travel together: all of them with stand-ins, or none."""
 
     def __init__(
         self,
@@ -116,22 +119,25 @@ class _Bucket:
         group: dist.ProcessGroup | None,
         stand_ins: Mapping[nn.Parameter, Tensor],
         divisor: int,
+        *,
+        narrow: bool,
     ) -> None:
         self.names, self.parameters = list(members), list(members.values())
         self.leaves = [stand_ins.get(p, p) for p in self.parameters]
-        # Of one kind in a bucket.
         self._stood_in = self.leaves[0] is not self.parameters[0]
         self._group = group
         averages = group is not None and dist.get_backend(group) == "nccl" and group.size() > 1
         self._op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
         # What the sum is still to be divided by.
         self.rest = divisor / group.size() if averages and group is not None else float(divisor)
-        self._flat: Tensor | None = None
-        self._in_place = False
-        self._work: dist.Work | None = None
+        # Of the sum.
+        self._dtype = torch.bfloat16 if narrow else self.parameters[0].dtype
         if self._stood_in:
+            # What becomes of stand-ins' gradients is handed over as it is.
             for p, leaf in zip(self.parameters, self.leaves, strict=True):
-                p.grad, p.grad_dtype = None, leaf.dtype if group is None else p.dtype
+                p.grad, p.grad_dtype = None, leaf.dtype if group is None else self._dtype
+        self._flat: Tensor | None = None
+        self._work: dist.Work | None = None
 
     def gradients(self) -> list[Tensor]:
         return [p.grad for p in self.parameters if p.grad is not None]
@@ -141,36 +147,31 @@ class _Bucket:
         if self._group is None:
             return
         first = self.leaves[0].grad
-        alone = len(self.parameters) == 1 and not self._stood_in
-        self._in_place = alone and first is not None and first.is_contiguous()
-        if first is not None and self._in_place:
-            self._flat = first  # a large one: no second memory
-        elif self._stood_in:
-            self._flat = self._widened()
+        alone = len(self.leaves) == 1 and first is not None and first.is_contiguous()
+        if first is not None and alone and first.dtype == self._dtype:
+            self._flat = first.view(-1)  # a large one: no second memory
         else:
-            self._flat = torch.cat(
-                [
-                    (torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1)
-                    for p in self.parameters
-                ]
-            )
+            self._flat = self._joined()
+        if self._stood_in:
+            for leaf in self.leaves:
+                leaf.grad = None  # its memory is free for the layers before
         self._work = dist.all_reduce(self._flat, op=self._op, group=self._group, async_op=True)
 
-    def _widened(self) -> Tensor:
-        """Put the gradients of stand-ins behind each other in the dtype of the parameters."""
-        found = [leaf.grad for leaf in self.leaves]
-        flat = self.parameters[0].new_empty(sum(p.numel() for p in self.parameters))
-        parts = [
-            part.view_as(p) for part, p in zip(self._parts(flat), self.parameters, strict=True)
-        ]
-        there = [(part, grad) for part, grad in zip(parts, found, strict=True) if grad is not None]
-        if there:
-            torch._foreach_copy_([part for part, _ in there], [grad for _, grad in there])
-        for part, grad in zip(parts, found, strict=True):
-            if grad is None:
+    def _joined(self) -> Tensor:
+        """Put gradients behind each other, in the dtype of the sum; zeros for one that is not."""
+        flat = self.parameters[0].new_empty(
+            sum(p.numel() for p in self.parameters), dtype=self._dtype
+        )
+        parts: list[Tensor] = []
+        found: list[Tensor] = []
+        for part, leaf in zip(self._parts(flat), self.leaves, strict=True):
+            if leaf.grad is None:
                 part.zero_()
-        for leaf in self.leaves:
-            leaf.grad = None  # its memory is free for the layers before
+            else:
+                parts.append(part.view_as(leaf))
+                found.append(leaf.grad)
+        if parts:
+            torch._foreach_copy_(parts, found)
         return flat
 
     def _parts(self, flat: Tensor) -> tuple[Tensor, ...]:
@@ -179,23 +180,22 @@ class _Bucket:
     @torch.no_grad()
     def receive(self) -> None:
         if self._stood_in:
-            self._hand_over()
-            return
+            self._demand_stand_ins()
         if self._work is None or self._flat is None:
+            if self._stood_in:
+                for p, leaf in zip(self.parameters, self.leaves, strict=True):
+                    p.grad, leaf.grad = leaf.grad, None
             return
         self._work.wait()
         flat, self._flat, self._work = self._flat, None, None
-        if self._in_place:
-            return
         for p, part in zip(self.parameters, self._parts(flat), strict=True):
-            if p.grad is not None:
+            if self._stood_in:
                 p.grad = part.view_as(p)
+            elif p.grad is not None:
+                p.grad = part.view_as(p).to(p.dtype)
 
-    def _hand_over(self) -> None:
-        """Give the parameters what their stand-ins have got."""
-        own = [
-            name for name, p in zip(self.names, self.parameters, strict=True) if p.grad is not None
-        ]
+    def _demand_stand_ins(self) -> None:
+        own = [n for n, p in zip(self.names, self.parameters, strict=True) if p.grad is not None]
         if own:
             raise ConfigError(
                 refusal(
@@ -206,14 +206,6 @@ class _Bucket:
                     fix="read the stand-in alone, and drop gradients between steps",
                 )
             )
-        if self._work is None or self._flat is None:
-            for p, leaf in zip(self.parameters, self.leaves, strict=True):
-                p.grad, leaf.grad = leaf.grad, None
-            return
-        self._work.wait()
-        flat, self._flat, self._work = self._flat, None, None
-        for p, part in zip(self.parameters, self._parts(flat), strict=True):
-            p.grad = part.view_as(p)
 
 
 def _cut(

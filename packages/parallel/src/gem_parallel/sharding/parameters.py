@@ -17,7 +17,8 @@ A unit's parameters are gathered while the unit before it runs, and let go after
 another counts as the one behind it: its parameters are gathered while the outer one's others are in
 use. In the backward pass, the units before are gathered together, since the outer one of them is
 asked for first. With ``gather_dtype`` bf16 parameters are rounded before they travel, rather than
-by each product that reads them; gradients are widened to fp32 before they are reduced. With
+by each product that reads them; gradients are widened to fp32 before they are reduced, unless
+``reduce_dtype`` says otherwise. With
 ``keep_gathered`` a unit is let go only after its backward pass, and whatever a forward pass without
 one has left is let go before the next: shards may have changed in between.
 """
@@ -142,6 +143,7 @@ def shard(
         [(common, meshes.copies), (own_experts, meshes.expert_copies)],
         divisor=world.size,
         stand_ins={} if stand_ins is None else stand_ins(copied),
+        narrow=plan.reduce_dtype == "bf16",
     )
     module.register_forward_pre_hook(copies.forget)
     parameters = {n: p for n, p in module.named_parameters() if p not in ignored}
@@ -192,10 +194,13 @@ def _has_parameters(module: nn.Module, held: set[nn.Parameter]) -> bool:
 
 def _formats(plan: ParallelPlan) -> MixedPrecisionPolicy:
     """What parameters are gathered in; inputs and outputs of units stay what they are."""
-    if plan.gather_dtype == "fp32":
+    formats = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    if plan.gather_dtype == plan.reduce_dtype == "fp32":
         return MixedPrecisionPolicy(cast_forward_inputs=False)
     return MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+        param_dtype=None if plan.gather_dtype == "fp32" else torch.bfloat16,
+        reduce_dtype=formats[plan.reduce_dtype],
+        cast_forward_inputs=False,
     )
 
 

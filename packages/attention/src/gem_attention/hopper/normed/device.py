@@ -6,7 +6,7 @@ from triton.experimental.gluon import language as gl
 from gem_attention.hopper.device import sequence_rows
 
 # Rows that a warpgroup normalises at a time: as many as registers hold beside two accumulators.
-_ROWS = gl.constexpr(32)
+PASS_ROWS = gl.constexpr(16)
 
 
 @gluon.jit
@@ -31,26 +31,26 @@ def sequence_of(item, lists):
 
 @gluon.jit
 def normalise(x_tile, to_tile, rstds, place, eps):
-    """Write LayerNorm of 64 rows to a tile, that of x too, and 1/deviation to two places."""
+    """Write LayerNorm of 64 rows to a tile, that of x too, and 1/deviation to four places."""
     WIDTH: gl.constexpr = x_tile.shape[1]
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
-    for i in gl.static_range(x_tile.shape[0] // _ROWS):
-        x_td = x_tile.slice(i * _ROWS, _ROWS).load(LAYOUT).to(gl.float32)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    for i in gl.static_range(x_tile.shape[0] // PASS_ROWS):
+        x_td = x_tile.slice(i * PASS_ROWS, PASS_ROWS).load(LAYOUT).to(gl.float32)
         x_td = x_td - (gl.sum(x_td, 1) / WIDTH)[:, None]
         rstd_t = gl.rsqrt(gl.sum(x_td * x_td, 1) / WIDTH + eps)
         rstds.index(place + i).store(rstd_t)
-        to_tile.slice(i * _ROWS, _ROWS).store((x_td * rstd_t[:, None]).to(x_tile.dtype))
+        to_tile.slice(i * PASS_ROWS, PASS_ROWS).store((x_td * rstd_t[:, None]).to(x_tile.dtype))
 
 
 @gluon.jit
 def go_through_norm(a_tile, grad_tile, eps):
     """Turn 64 rows a into the gradient of a, from that of RmsNorm(a), where they lie."""
     WIDTH: gl.constexpr = a_tile.shape[1]
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
-    for i in gl.static_range(a_tile.shape[0] // _ROWS):
-        part = a_tile.slice(i * _ROWS, _ROWS)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    for i in gl.static_range(a_tile.shape[0] // PASS_ROWS):
+        part = a_tile.slice(i * PASS_ROWS, PASS_ROWS)
         a_td = part.load(LAYOUT).to(gl.float32)
-        grad_td = grad_tile.slice(i * _ROWS, _ROWS).load(LAYOUT).to(gl.float32)
+        grad_td = grad_tile.slice(i * PASS_ROWS, PASS_ROWS).load(LAYOUT).to(gl.float32)
         along_t = gl.sum(a_td * grad_td, 1) / WIDTH
         rstd_t = gl.rsqrt(gl.sum(a_td * a_td, 1) / WIDTH + eps)
         along_t = along_t * (rstd_t * rstd_t * rstd_t)

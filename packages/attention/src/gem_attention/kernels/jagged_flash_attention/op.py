@@ -27,7 +27,7 @@ from gem_attention.kernels.jagged_flash_attention.reference import (
 )
 from gem_attention.patterns import visible_pairs as count_visible_pairs
 from gem_attention.rooms import open_room
-from gem_attention.softmax_dispatch import launch_backward, launch_forward
+from gem_attention.softmax_dispatch import launch_backward, launch_forward, writes_into
 from gem_attention.tiles import Window
 from gem_jagged.batch import Layout
 from gem_opkit.cost import Cost, register_flops
@@ -236,6 +236,21 @@ def _(
     )
 
 
+def _writes_into(
+    q_THK: Tensor, k_SGK: Tensor, v_SGV: Tensor, q_offsets_O: Tensor, *rest: Any
+) -> bool:
+    """Tell whether a room serves: copying into it here is slower than where it is found."""
+    left_tokens, right_tokens, _, deterministic, _, impl = rest
+    if choose_implementation(_NAME, impl, q_THK, v_SGV) != "triton":
+        return True
+    return writes_into(
+        (q_THK, k_SGK, v_SGV),
+        q_offsets_O.shape[0] - 1,
+        (left_tokens, right_tokens),
+        deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
+    )
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     # An unused logsumexp then sends None, and the backward skips its part.
     ctx.set_materialize_grads(False)
@@ -253,7 +268,7 @@ def _differentiate(
     if not ctx.has_lse:  # then it is not the caller's
         grad_lse_TH = None
     given = (grad_out_THV, grad_lse_TH, *saved, *ctx.rest)
-    grad_v_SGV = open_room(saved[2])
+    grad_v_SGV = open_room(saved[2]) if _writes_into(*saved[:3], saved[5], *ctx.rest) else None
     if grad_v_SGV is None:
         gradients = torch.ops.gem_attention.jagged_flash_attention_backward(*given)
     else:

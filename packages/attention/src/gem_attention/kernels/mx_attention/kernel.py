@@ -26,6 +26,7 @@ _LOG2E = 1.4426950408889634
 # Rows of a tile of queries and keys, and warps: of the instruction, and of products in bf16.
 _NATIVE_TILE = (128, 8)
 _EMULATED_TILE = (64, 4)
+_STAGES = 1
 
 
 def is_native(device: torch.device) -> bool:
@@ -59,7 +60,7 @@ def quantize_sequences(
     # Triton's interpreter gets products of bf16 wrong.
     wide = torch.bfloat16 if x.is_cuda else torch.float32
 
-    def empty(is_asked: bool, dtype: torch.dtype, *shape: int) -> Tensor:  # noqa: FBT001
+    def empty(is_asked: bool, dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.empty(shape if is_asked else (1,), dtype=dtype, device=x.device)
 
     kind = wide if decoded else torch.uint8
@@ -126,7 +127,7 @@ class _Call:
             "BLOCK_T": self.block,
             "BLOCK_S": self.block,
             "num_warps": self.warps,
-            "num_stages": 2,
+            "num_stages": 2 if self.native else _STAGES,
         }
         self.lists = {
             "q_offsets_O": offsets[0],

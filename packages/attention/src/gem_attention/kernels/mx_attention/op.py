@@ -41,6 +41,11 @@ _ROTATED = 32  # columns that a random Hadamard matrix mixes: those of a block
 Way = Literal["native", "emulated", "reference"]
 
 
+def _as_written(like: Tensor) -> torch.autocast:
+    """Keep autocast, which reaches into operators, from products that are in fp32."""
+    return torch.autocast(like.device.type, enabled=False)
+
+
 @torch.library.custom_op("gem_attention::mx_attention", mutates_args=())
 def _forward(
     q_THK: Tensor,
@@ -66,9 +71,10 @@ def _forward(
         offsets = (q_offsets_O.contiguous(), k_offsets_O.contiguous())
         return launch_forward(operands, offsets, bounded_sides(window), scale, scaling=scaling)
     lengths = demand_lengths(_NAME, q_lengths_B, k_lengths_B)
-    return mx_attention_reference(
-        q_THK, k_SGK, v_SGV, lengths[0], lengths[1], window, scale, scaling=scaling
-    )
+    with _as_written(q_THK):
+        return mx_attention_reference(
+            q_THK, k_SGK, v_SGV, lengths[0], lengths[1], window, scale, scaling=scaling
+        )
 
 
 @_forward.register_fake
@@ -115,20 +121,21 @@ def _backward(
             seed=seed,
         )
     lengths = demand_lengths(_NAME, q_lengths_B, k_lengths_B)
-    return mx_attention_backward_reference(
-        grad_out_THV,
-        q_THK,
-        k_SGK,
-        v_SGV,
-        out_THV,
-        lse2_TH,
-        lengths[0],
-        lengths[1],
-        window,
-        scale,
-        scaling=scaling,
-        seed=seed,
-    )
+    with _as_written(q_THK):
+        return mx_attention_backward_reference(
+            grad_out_THV,
+            q_THK,
+            k_SGK,
+            v_SGV,
+            out_THV,
+            lse2_TH,
+            lengths[0],
+            lengths[1],
+            window,
+            scale,
+            scaling=scaling,
+            seed=seed,
+        )
 
 
 @_backward.register_fake

@@ -38,9 +38,8 @@ from torch import Tensor
 
 from gem_attention.tiles import Window
 from gem_opkit.stochastic import philox_words
-from gem_precision.codes import MAGNITUDE, bits_of, element_codes, largest_of_blocks
+from gem_precision.codes import MAGNITUDE, bits_of, element_codes, largest_of_blocks, spread
 from gem_precision.codes import scale_codes as codes_of_scales
-from gem_precision.codes import spread
 from gem_precision.elements import BLOCK
 from gem_precision.ops import MxMatrix, mx_dequantize
 
@@ -178,8 +177,8 @@ def mx_attention_backward_reference(  # noqa: PLR0913 - what the mathematics tak
         grad_p = _rounded(grad, scaling, words(_WIDTH_DIM)) @ _rounded(v, scaling).mT
         grad_s = p * (grad_p - delta)
         grad_q = scale * _rounded(grad_s, scaling, words(_KEY_DIM)) @ _rounded(k.mT, scaling).mT
-        grad_k = scale * _rounded(grad_s.mT, scaling, words(_QUERY_DIM)) @ (
-            _rounded(q.mT, scaling).mT
+        grad_k = (
+            scale * _rounded(grad_s.mT, scaling, words(_QUERY_DIM)) @ (_rounded(q.mT, scaling).mT)
         )
         _write(grads[0], part.q_rows, part.q_real, grad_q)
         for into, made in ((grads[1], grad_k), (grads[2], grad_v)):

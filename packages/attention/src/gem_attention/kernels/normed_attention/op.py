@@ -234,13 +234,13 @@ def _backward(
                 grad_out_TD, read_TD, None, None, centred=False, eps=out_eps, **norm
             )
             call = call._replace(x_TD=q_TD)
-            grad_q_TD, *gradients = kernel_sm90.launch_backward(
+            grad_q_TD, grad_k_SGK, grad_v_SGK = kernel_sm90.launch_backward(
                 grad_a_TD, read_TD, call, norms=False
             )
             grad_x_TD, _ = torch.ops.gem_precision.row_norm_backward(
                 grad_q_TD, x_TD, None, None, centred=True, eps=eps, added=grad_out_TD, **norm
             )
-            return grad_x_TD, *gradients
+            return grad_x_TD, grad_k_SGK, grad_v_SGK
         grad_a_TD, _ = torch.ops.gem_precision.row_norm_backward(
             grad_out_TD, read_TD, q_TD, None, centred=False, eps=out_eps, **norm
         )

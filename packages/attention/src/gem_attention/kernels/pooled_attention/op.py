@@ -122,7 +122,7 @@ def _gradients(
         given: dict[str, Any] = {
             "deterministic": deterministic or torch.are_deterministic_algorithms_enabled()
         }
-        if hasattr(kernels, "WRITES_INTO"):
+        if hasattr(kernels, "writes_into"):
             given["grad_v_SGV"] = grad_v_SGV
         grad_seeds_PHK, grad_k_SGK, made_SGV = kernels.launch_backward(
             grad_out_BPHV.contiguous(),
@@ -266,6 +266,24 @@ def _announce(direction: str, chosen: ModuleType, seeds_PHK: Tensor, v_SGV: Tens
     return chosen
 
 
+def _writes_into(
+    seeds_PHK: Tensor, k_SGK: Tensor, v_SGV: Tensor, k_offsets_O: Tensor, *rest: Any
+) -> bool:
+    """Tell whether a room serves: copying into it here is slower than where it is found."""
+    activations, _, deterministic, _, impl = rest
+    if choose_implementation(_NAME, impl, seeds_PHK, v_SGV) != "triton":
+        return True
+    from gem_attention import repeated
+    from gem_attention.kernels.pooled_attention import kernel
+
+    if kernel.takes_backward(seeds_PHK, k_SGK, v_SGV, activations):
+        return False
+    return repeated.writes_into(
+        *(seeds_PHK, k_SGK, v_SGV, k_offsets_O.shape[0] - 1, activations),
+        deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
+    )
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[:3], *output, *inputs[3:5])
@@ -279,7 +297,7 @@ def _differentiate(
     if grad_out_BPHV is None:
         grad_out_BPHV = torch.zeros_like(saved[3])
     given = (grad_out_BPHV, *saved, *ctx.rest)
-    grad_v_SGV = open_room(saved[2])
+    grad_v_SGV = open_room(saved[2]) if _writes_into(*saved[:3], saved[5], *ctx.rest) else None
     if grad_v_SGV is None:
         gradients = torch.ops.gem_attention.pooled_attention_backward(*given)
     else:

@@ -6,6 +6,8 @@ from its own begin, which programs of another kernel sum; a third adds the piece
 So a sum has the same bits in every batch.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -293,14 +295,33 @@ def launch_forward(weights_N, ids_I, bags_O, id_weights_I, slots, counts, longes
                         weights_N, ids_I, bags_O, weights, out, places, begins, of, batch,
                         constants, across,
                     )  # fmt: skip
-            most = max((counts[index] for index in of.singles), default=0)
-            if most:
+            for alike in _alike(of.singles, counts):
                 tiles, block_t = 4, _rows_of_tile(block_e, _TILE_ELEMENTS)
-                _row_kernel[(triton.cdiv(most, block_t * tiles), len(of.singles), across)](
-                    weights_N, ids_I, bags_O, weights, out, places.table, begins, of.single,
+                most = max(counts[index] for index in alike)
+                listed = of.single if alike == of.singles else _listed(alike, out.device)
+                _row_kernel[(triton.cdiv(most, block_t * tiles), len(alike), across)](
+                    weights_N, ids_I, bags_O, weights, out, places.table, begins, listed,
                     batch, places.features, T=block_t, TILES=tiles, **constants,
                 )  # fmt: skip
     return out
+
+
+def _alike(features, counts):
+    """Group features by their number of ids, within a factor of 16.
+
+    A grid has as many programs for each of its features as for the longest: beside a million ids, a
+    feature of a thousand would start a thousand times too many.
+    """
+    groups = {}
+    for index in features:
+        if counts[index]:
+            groups.setdefault(counts[index].bit_length() // 4, []).append(index)
+    return [tuple(group) for group in groups.values()]
+
+
+@functools.lru_cache(maxsize=64)
+def _listed(features, device):
+    return torch.tensor(features, dtype=torch.int64).to(device)
 
 
 def _add_long_bags(

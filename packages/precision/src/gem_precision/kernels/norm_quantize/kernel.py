@@ -17,11 +17,21 @@ import triton.language as tl
 
 from gem_precision.device import bits_of, cast_code, element_code, has_cast, on_device, scale_code
 from gem_precision.elements import BLOCK, WIDE_BLOCK
-from gem_precision.kernels.mx_quantize.kernel import constants_of, empty_outputs, store_tile
+from gem_precision.kernels.block_quantize.kernel import launch_rows
+from gem_precision.kernels.mx_quantize.kernel import (
+    constants_of,
+    empty_outputs,
+    launch_quantize,
+    store_tile,
+)
 from gem_precision.kernels.row_norm.kernel import block_of, tile_of
+from gem_precision.kernels.row_norm.kernel import launch_forward as launch_norm
 
-_AHEAD_ELEMENTS = 64  # of a thread, that the sums of a strip ask for at once
-_WARP_COLUMNS = 64  # of a tile of a strip: whole lines of memory, few shuffles for columns
+_AT_ONCE = 64  # elements of a thread that the sums of a strip read in one turn
+_AHEAD = 2  # turns that are asked for ahead
+_WARP_COLUMNS = 32  # of a tile of a strip
+_REGISTERS = None  # of a thread, at most
+_MORE_WARPS = 1  # times those of a norm, side by side over the rows of a strip
 
 
 @triton.jit
@@ -50,9 +60,10 @@ def _norm_quantize_rows_kernel(
     x_ptr, before_ptr, after_ptr, gain_ptr, elements_ptr, scales_ptr, rows, width, blocks_d,
     stride_t, eps,
     CENTRED: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr, GAIN: tl.constexpr,
-    DTYPE: tl.constexpr, WIDE: tl.constexpr, RCEIL: tl.constexpr, MANTISSA_BITS: tl.constexpr,
-    LEAST_EXPONENT: tl.constexpr, LARGEST_EXPONENT: tl.constexpr, LARGEST_CODE: tl.constexpr,
-    CAST: tl.constexpr, R: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    DTYPE: tl.constexpr, WIDE: tl.constexpr, PACKED: tl.constexpr, RCEIL: tl.constexpr,
+    MANTISSA_BITS: tl.constexpr, LEAST_EXPONENT: tl.constexpr, LARGEST_EXPONENT: tl.constexpr,
+    LARGEST_CODE: tl.constexpr, CAST: tl.constexpr, R: tl.constexpr, BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     columns = tl.arange(0, BLOCKS * BLOCK)
@@ -77,9 +88,18 @@ def _norm_quantize_rows_kernel(
     else:
         code = element_code(bits, spread, MANTISSA_BITS, LEAST_EXPONENT, LARGEST_CODE)
     m = tl.arange(0, BLOCKS)
-    d = (m * BLOCK)[:, None] + tl.arange(0, BLOCK)[None, :]
-    to = (r * width)[:, None, None] + d[None, :, :]
-    tl.store(elements_ptr + to, code, mask=in_t[:, None, None] & (d < width)[None, :, :])
+    if PACKED:
+        # Four bytes in a word: a tile of bytes would be exchanged between threads byte by byte.
+        four = tl.reshape(code.to(tl.int32), (R, BLOCKS * BLOCK // 4, 4))
+        four = tl.sum(four << (8 * tl.arange(0, 4))[None, None, :], axis=2)
+        word = tl.arange(0, BLOCKS * BLOCK // 4)
+        to = (r * (width // 4))[:, None] + word[None, :]
+        words_ptr = elements_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+        tl.store(words_ptr + to, four, mask=in_t[:, None] & (word * 4 < width)[None, :])
+    else:
+        d = (m * BLOCK)[:, None] + tl.arange(0, BLOCK)[None, :]
+        to = (r * width)[:, None, None] + d[None, :, :]
+        tl.store(elements_ptr + to, code, mask=in_t[:, None, None] & (d < width)[None, :, :])
     in_scales = in_t[:, None] & (m < blocks_d)[None, :]
     if WIDE:
         # Blocks outermost, as products read them; the scale itself, in fp32.
@@ -98,7 +118,8 @@ def _norm_quantize_strips_kernel(
     DTYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SQUARE: tl.constexpr,
     RCEIL: tl.constexpr, MANTISSA_BITS: tl.constexpr, LEAST_EXPONENT: tl.constexpr,
     LARGEST_EXPONENT: tl.constexpr, LARGEST_CODE: tl.constexpr, CAST: tl.constexpr,
-    R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCKS: tl.constexpr, AHEAD: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     strip = tl.program_id(0).to(tl.int64)
     inside = tl.arange(0, BLOCK)
@@ -107,7 +128,7 @@ def _norm_quantize_strips_kernel(
     mean = tl.zeros((BLOCK,), tl.float32)
     rstd = tl.zeros((BLOCK,), tl.float32)
     columns = tl.arange(0, BLOCK_D)
-    for part in range(BLOCK // R):
+    for part in tl.range(0, BLOCK // R, num_stages=AHEAD):
         r = strip * BLOCK + part * R + tl.arange(0, R)
         mask = (r < rows)[:, None] & (columns < width)[None, :]
         at = (r * stride_t)[:, None] + columns[None, :]
@@ -145,6 +166,16 @@ def _norm_quantize_strips_kernel(
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
+def is_one_pass(width):
+    """Tell whether rows of a width are normalised and quantised in one kernel.
+
+    A mean over a number of columns that is no power of two is rounded, by instructions that the
+    compiler joins with what stands around them, in one kernel otherwise than in another: bytes
+    would differ. Such rows take the two kernels one after the other.
+    """
+    return width & (width - 1) == 0
+
+
 def launch_norm_quantize(
     x_TD, before_TD, after_TD, gain_D, *, centred, eps, scaling, element, along
 ):
@@ -154,6 +185,14 @@ def launch_norm_quantize(
     outputs = _block_outputs(x_TD) if wide else empty_outputs(x_TD, along)
     if x_TD.numel() == 0:
         return outputs
+    if not is_one_pass(width):
+        y_TD = launch_norm(
+            x_TD, before_TD, after_TD, gain_D, centred=centred, swish=False, eps=eps,
+            out_dtype=x_TD.dtype,
+        )  # fmt: skip
+        if wide:
+            return (*launch_rows(y_TD), *outputs[2:])
+        return launch_quantize(y_TD, scaling=scaling, element=element, along=along)
     x, before, after = _with_equal_rows(x_TD, before_TD, after_TD)
     of_rows, warps = tile_of(width)
     given = {
@@ -174,17 +213,20 @@ def launch_norm_quantize(
         with on_device(x):
             _norm_quantize_rows_kernel[(triton.cdiv(rows, of_rows),)](
                 *inputs, outputs[0], scales, rows, width, triton.cdiv(width, block),
-                x.stride(0), eps, **given, **form, WIDE=wide, R=of_rows, BLOCKS=block_d // block,
+                x.stride(0), eps, **given, **form, WIDE=wide, PACKED=width % 4 == 0, R=of_rows,
+                BLOCKS=block_d // block,
             )  # fmt: skip
         return outputs
+    warps *= _MORE_WARPS
     columns = min(block_d, _WARP_COLUMNS * warps)
-    at_once = min(BLOCK, max(1, _AHEAD_ELEMENTS * 32 * warps // block_d))
+    at_once = min(BLOCK, max(1, _AT_ONCE * 32 * warps // block_d))
+    given |= {"num_warps": warps, "maxnreg": _REGISTERS} if x.is_cuda else {}
     if at_once == BLOCK and columns == block_d:
         at_once //= 2  # no byte is stored in a tile of this shape
     with on_device(x):
         _norm_quantize_strips_kernel[(triton.cdiv(rows, BLOCK),)](
             *inputs, *outputs, rows, width, triton.cdiv(width, BLOCK), x.stride(0), eps, **given,
-            **form, R=at_once, BLOCK_D=block_d, BLOCKS=columns // BLOCK,
+            **form, R=at_once, BLOCK_D=block_d, BLOCKS=columns // BLOCK, AHEAD=_AHEAD,
         )  # fmt: skip
     return outputs
 

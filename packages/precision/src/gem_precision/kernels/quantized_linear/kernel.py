@@ -76,13 +76,30 @@ def _product(a, b, number_format, dtype):
         return _block_product(a, b, dtype, turned="no")
     given = {"scaling": number_format, "element": "e4m3", "along": "rows"}
     a_elements, a_scales, _, _ = launch_quantize(a, **given)
+    return _mx_product(a_elements, a_scales, b, number_format, dtype)
+
+
+def launch_product_of_bytes(a_elements, a_scales, b, *, number_format, dtype):
+    """Return a bᵀ, with a in its format already, in blocks along its rows."""
+    if a_elements.numel() == 0 or b.shape[0] == 0:
+        shape = (a_elements.shape[0], b.shape[0])
+        return torch.zeros(shape, dtype=dtype, device=b.device)
+    if number_format == "fp8_block":
+        return _product_of_blocks(a_elements, a_scales, b, dtype, turned="no")
+    return _mx_product(a_elements, a_scales, b, number_format, dtype)
+
+
+def _mx_product(a_elements, a_scales, b, number_format, dtype):
+    given = {"scaling": number_format, "element": "e4m3", "along": "rows"}
     b_elements, b_scales, _, _ = launch_quantize(b, **given)
-    if has_native_mx(a.device):
+    if has_native_mx(b.device):
         from gem_precision.kernels.quantized_linear.kernel_sm100 import launch_mx_product
 
-        return launch_mx_product(a_elements, a_scales, b_elements, b_scales, dtype)
+        return launch_mx_product(
+            a_elements.contiguous(), a_scales.contiguous(), b_elements, b_scales, dtype
+        )
     how = {"element": "e4m3", "along": "rows"}
-    a = launch_dequantize(a_elements, a_scales, **how)
+    a = launch_dequantize(a_elements.contiguous(), a_scales, **how)
     return _bf16_product(a, launch_dequantize(b_elements, b_scales, **how), dtype)
 
 
@@ -102,10 +119,22 @@ def _block_product(a, weight, dtype, *, turned):
     rows = a.shape[0]
     if rows == 0 or outer == 0 or inner == 0:
         return torch.zeros((rows, outer), dtype=dtype, device=a.device)
-    whole = outer % WIDE_BLOCK == 0 and inner % WIDE_BLOCK == 0
-    by_library = whole and has_block_library(a.device)
     # cuBLAS reads the scales of four rows at once.
+    by_library = _has_whole_blocks(weight) and has_block_library(a.device)
     a_elements, a_scales = launch_rows(a, row_multiple=4 if by_library else 1)
+    return _product_of_blocks(a_elements, a_scales, weight, dtype, turned=turned, rows=rows)
+
+
+def _has_whole_blocks(weight):
+    return weight.shape[0] % WIDE_BLOCK == 0 and weight.shape[1] % WIDE_BLOCK == 0
+
+
+def _product_of_blocks(a_elements, a_scales, weight, dtype, *, turned, rows=None):
+    """Return the product with a in block FP8 already; rows from ``rows`` on are zeros."""
+    outer, inner = weight.shape if turned == "no" else weight.shape[::-1]
+    rows = a_elements.shape[0] if rows is None else rows
+    whole = _has_whole_blocks(weight) and a_scales.shape[1] % 4 == 0
+    by_library = whole and has_block_library(weight.device)
     plain, scales, turned_elements = launch_squares(weight, turned=turned)
     elements = plain
     if turned == "only":
@@ -120,9 +149,9 @@ def _block_product(a, weight, dtype, *, turned):
             output_dtype=torch.float32 if dtype == torch.float16 else dtype,
         )  # fmt: skip
         return made[:rows].to(dtype)
-    y = torch.empty((rows, outer), dtype=dtype, device=a.device)
+    y = torch.empty((rows, outer), dtype=dtype, device=weight.device)
     tiles_t, tiles_f = triton.cdiv(rows, _ROWS), triton.cdiv(outer, WIDE_BLOCK)
-    with on_device(a):
+    with on_device(y):
         _product_kernel[(tiles_t * tiles_f,)](
             a_fp8, a_scales, b_fp8, scales.contiguous(), y, rows, outer, inner,
             a_scales.shape[1], triton.cdiv(inner, WIDE_BLOCK), tiles_t, tiles_f,

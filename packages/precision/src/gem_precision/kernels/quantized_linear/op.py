@@ -15,6 +15,7 @@ from gem_precision.kernels.quantized_linear.cost import (
     quantized_linear_cost,
 )
 from gem_precision.kernels.quantized_linear.reference import (
+    product_of_bytes_reference,
     quantized_linear_backward_reference,
     quantized_linear_reference,
 )
@@ -109,6 +110,39 @@ def _(
     )
 
 
+# For who has the input in bytes already (``gem_precision.prenorm``); b is rounded here.
+@torch.library.custom_op("gem_precision::product_of_bytes", mutates_args=())
+def _product_of_bytes(
+    elements_TD: Tensor,
+    scales: Tensor,
+    weight_FD: Tensor,
+    number_format: str,
+    dtype: torch.dtype,
+    impl: str,
+) -> Tensor:
+    if resolve_impl(impl, elements_TD.device, _NAME, has_triton=_HAS_TRITON) == "triton":
+        from gem_precision.kernels.quantized_linear.kernel import launch_product_of_bytes
+
+        return launch_product_of_bytes(
+            elements_TD, scales, weight_FD, number_format=number_format, dtype=dtype
+        )
+    with torch.autocast(elements_TD.device.type, enabled=False):
+        made = product_of_bytes_reference(elements_TD, scales, weight_FD, number_format)
+    return made.to(dtype)
+
+
+@_product_of_bytes.register_fake
+def _(
+    elements_TD: Tensor,
+    scales: Tensor,
+    weight_FD: Tensor,
+    number_format: str,
+    dtype: torch.dtype,
+    impl: str,
+) -> Tensor:
+    return weight_FD.new_empty((elements_TD.shape[0], weight_FD.shape[0]), dtype=dtype)
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x_TD, weight_FD, _, *ctx.backward_formats, ctx.impl = inputs
     ctx.save_for_backward(x_TD, weight_FD)
@@ -147,6 +181,14 @@ def _backward_cost(grad_TF: Tensor, x_TD: Tensor, weight_FD: Tensor, *given: Any
     return quantized_linear_backward_cost(**_sizes(x_TD, weight_FD), products=products)
 
 
+def _product_cost(elements_TD: Tensor, scales: Tensor, weight_FD: Tensor, *given: Any) -> Cost:
+    rows, width = elements_TD.shape
+    return quantized_linear_cost(
+        rows=rows, width=width, columns=weight_FD.shape[0], element_bytes=given[1].itemsize
+    )
+
+
+register_flops(_product_of_bytes, _product_cost)
 register_flops(_forward, _forward_cost)
 register_flops(_backward, _backward_cost)
 

@@ -63,6 +63,17 @@ def product(a: Tensor, b: Tensor, number_format: str) -> Tensor:
     return rounded(a, number_format, "1x128") @ rounded(b, number_format, "128x128").T
 
 
+def product_of_bytes_reference(
+    a_elements: Tensor, a_scales: Tensor, b: Tensor, number_format: str
+) -> Tensor:
+    """Return a bᵀ in fp32, with a in its format already, in blocks along its rows."""
+    if number_format == "fp8_block":
+        a = widened(a_elements, a_scales.T, 1)
+    else:
+        a = mx_dequantize_reference(a_elements, a_scales, element="e4m3", along="rows")
+    return a @ rounded(b, number_format, "128x128").T
+
+
 def rounded(x: Tensor, number_format: str, block: str) -> Tensor:
     """Return the numbers, in fp32, that a factor has in a format."""
     if number_format == "bf16":

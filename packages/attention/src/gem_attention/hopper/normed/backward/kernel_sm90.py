@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from gem_attention.hopper.activations.device import value_and_slope
 from gem_attention.hopper.device import BOUND, item_at, items_of
-from gem_attention.hopper.normed.device import go_through_norm, normalise, sequence_of
+from gem_attention.hopper.normed.device import PASS_ROWS, go_through_norm, normalise, sequence_of
 
 # Columns of a warpgroup's part of dq, and of a piece of dK and dV that leaves.
 SIDE = gl.constexpr(64)
@@ -59,8 +59,9 @@ def _prepare(smems, bars, step, eps, out_eps, HALF: gl.constexpr):
     phase = (step // STAGES) & 1
     if HALF == 0:
         mbarrier.wait(x_full.index(stage), phase)
-        rstds = rstd_smem._reinterpret(gl.float32, [STAGES * 2, 32], rstd_smem.layout)
-        normalise(x_smem.index(stage), x_smem.index(stage), rstds, 2 * stage, eps)
+        PASSES: gl.constexpr = x_smem.shape[1] // PASS_ROWS
+        rstds = rstd_smem._reinterpret(gl.float32, [STAGES * PASSES, PASS_ROWS], rstd_smem.layout)
+        normalise(x_smem.index(stage), x_smem.index(stage), rstds, PASSES * stage, eps)
     else:
         mbarrier.wait(a_full.index(stage), phase)
         go_through_norm(a_smem.index(stage), g_smem.index(stage), out_eps)
@@ -142,9 +143,6 @@ def _consume(  # noqa: PLR0915
             k_cols = k_smem.slice(COLUMN, SIDE, dim=1)
             dq = warpgroup_mma(ds_now.permute((1, 0)), k_cols, zero_q, use_acc=False, is_async=True)
             dk = warpgroup_mma(gl.convert_layout(ds_tile, P_LAYOUT), q, dk, is_async=True)
-            if NORMS:  # noqa: SIM102
-                if tile + 1 < steps:
-                    _prepare(smems, bars, step + 1, eps, out_eps, HALF)
             # dq leaves while dK is still being computed.
             dv, dq = warpgroup_mma_wait(num_outstanding=1, deps=(dv, dq))
             dq = dq * scale + da.slice(COLUMN, SIDE, dim=1).load(Q_LAYOUT).to(gl.float32)
@@ -160,6 +158,8 @@ def _consume(  # noqa: PLR0915
                 sum_t += sums_smem.index(place + 2 - 2 * HALF).load(Q_ROWS)
                 along_t += sums_smem.index(place + 3 - 2 * HALF).load(Q_ROWS)
                 rstd_t = rstd_smem.index(stage).load(Q_ROWS)
+                # Loaded again rather than held: registers are what is short here.
+                q_td = q.slice(COLUMN, SIDE, dim=1).load(Q_LAYOUT).to(gl.float32)
                 dq = dq - (sum_t / WIDTH)[:, None] - q_td * (along_t / WIDTH)[:, None]
                 # It has arrived, as the second warpgroup knows, and this one asks for itself.
                 mbarrier.wait(a_full.index(stage), phase)
@@ -170,6 +170,9 @@ def _consume(  # noqa: PLR0915
             dk = warpgroup_mma_wait(num_outstanding=0, deps=(dk,))
             mbarrier.arrive(empty.index(stage), count=1)
             step += 1
+            if NORMS:  # noqa: SIM102
+                if tile + 1 < steps:
+                    _prepare(smems, bars, step, eps, out_eps, HALF)
         mbarrier.arrive(kv_empty, count=1)
         to = (k_begin + k_length, BOUND - k_length + key * (2 * MINE) + HALF * MINE)
         dvs = dv.reshape([MINE, 2, SIDE]).permute((0, 2, 1)).split()

@@ -26,7 +26,7 @@ from gem_attention.hopper.activations.device import value, weight
 from gem_attention.hopper.device import BOUND, tell, told, turns_of, warps_meet
 from gem_attention.hopper.forward.device import NUMBERS, item_of, load_rows
 from gem_attention.hopper.forward.weights.device import folds, scaled_sum
-from gem_attention.hopper.normed.device import normalise
+from gem_attention.hopper.normed.device import PASS_ROWS, normalise
 
 
 @gluon.jit
@@ -96,7 +96,7 @@ def _consume(  # noqa: PLR0915
             tma.store_wait(0)
             warps_meet()
             if NORMS:
-                normalise(x_tile, own, rstd_smem, 2 * WHICH, eps)
+                normalise(x_tile, own, rstd_smem, ROWS // PASS_ROWS * WHICH, eps)
                 fence_async_shared()
                 warps_meet()
                 q_tile = own
@@ -204,7 +204,7 @@ def normed_forward_kernel(
     k_smem = gl.allocate_shared_memory(DTYPE, [2, KEYS, WIDTH], LAYOUT)
     v_smem = gl.allocate_shared_memory(DTYPE, [2, KEYS, WIDTH], LAYOUT)
     own_smem = gl.allocate_shared_memory(DTYPE, [2, ROWS, WIDTH], LAYOUT)
-    rstd_smem = gl.allocate_shared_memory(gl.float32, [4, ROWS // 2], FLAT)
+    rstd_smem = gl.allocate_shared_memory(gl.float32, [2 * ROWS // PASS_ROWS, PASS_ROWS], FLAT)
     numbers = gl.allocate_shared_memory(gl.int32, [2 * NUMBERS, 1], FLAT)
     x_full = gl.allocate_shared_memory(gl.int64, [2 * SLOTS, 1], BARRIER)
     x_empty = gl.allocate_shared_memory(gl.int64, [2 * SLOTS, 1], BARRIER)
