@@ -41,7 +41,7 @@ TIMING_FIELDS = {
 }
 # Benchmarks of whole runs: their rows hold metrics and speed of training, not one operator's time.
 RUN_BENCHES = {
-    *("quality", "metrics", "faults", "long_histories", "reader"),
+    *("quality", "ablation", "metrics", "faults", "long_histories", "reader"),
     *(
         "large_tables",
         "fully_sharded",
@@ -52,7 +52,8 @@ RUN_BENCHES = {
         "collectives",
     ),
     *("balance", "balance_step", "precision_ne", "memory", "gathers", "copy_engine"),
-    "scaling",
+    *("scaling", "one_rank", "known_rates", "precision_step", "precision_guard"),
+    "gathers_in_8_bits",
 }
 
 # A drawer: its name says nothing of what is in it.

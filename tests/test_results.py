@@ -107,6 +107,29 @@ def test_a_difference_is_that_of_the_two_lines(protocol, task):
             assert numbers(cells[5])[0] == pytest.approx(difference, abs=1.6e-4)
 
 
+def test_the_table_of_the_ablation_is_that_of_its_rows():
+    page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"<!-- rows ablation -->\n(.+?)<!-- end -->", page, re.DOTALL)
+    lines = [line.strip("|").split("|") for line in text.splitlines() if line][2:]
+    file = ROOT / "results" / "cpu" / "ablation.jsonl"
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    found = {row["variant"]: row for row in rows}
+    assert [cells[0].strip() for cells in lines] == [row["variant"] for row in rows]
+    for name, valid, test, auc, gap, verdict, flops, speed in lines:
+        row = found[name.strip()]
+        assert_shows(valid, row["valid"]["ne"], row["valid_half_range"]["ne"])
+        assert_shows(test, row["test"]["ne"], row["test_half_range"]["ne"])
+        assert_shows(auc, row["test"]["auc"], row["test_half_range"]["auc"])
+        assert_shows(flops, row["flops_per_example"] / 1e6, digits=2)
+        assert int(speed.replace(",", "")) == round(row["examples_per_s"])
+        if row["ne_minus_base"] is None:
+            assert (gap.strip(), verdict.strip()) == ("", "")
+            continue
+        low, high = row["ne_minus_base"]["low_95"], row["ne_minus_base"]["high_95"]
+        assert_shows(gap, row["ne_minus_base"]["ne_difference"], low, high)
+        assert verdict.strip() == ("worse" if low > 0 else "better" if high < 0 else "neither")
+
+
 def test_bootstrap_in_the_text_is_that_of_the_rows():
     text = PAGE.read_text(encoding="utf-8").replace("\n", " ")
     (found,) = re.findall(

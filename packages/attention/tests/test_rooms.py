@@ -139,9 +139,9 @@ def test_operators_that_write_into_a_room_are_registered():
 def test_kernels_write_the_gradient_into_the_room(kind, founds):
     lengths = [300, 0, 1, 129, 700] * 60
     layout = Layout.from_lengths(lengths, device="cuda")
-    projected = projection(sum(lengths) + 3, 128, device="cuda", dtype=torch.bfloat16)
+    projected = projection(sum(lengths), 128, device="cuda", dtype=torch.bfloat16)
     seeds = torch.randn(256, 2, 128, device="cuda", dtype=torch.bfloat16)
-    shape = (300, 256, 2, 128) if kind == "pooling" else (sum(lengths) + 3, 2, 128)
+    shape = (300, 256, 2, 128) if kind == "pooling" else (sum(lengths), 2, 128)
     upstream = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
     def loss(q, k, v):
@@ -157,4 +157,5 @@ def test_kernels_write_the_gradient_into_the_room(kind, founds):
     assert founds == [True]
     # The last bit of a sum over tiles of keys depends on their order; values are no such sum.
     assert torch.equal(got[:, 2:], expected[:, 2:])
-    torch.testing.assert_close(got, expected, rtol=2**-6, atol=1e-3)
+    difference = (got.float() - expected.float()).norm() / expected.float().norm()
+    assert difference <= (0 if kind == "window" else 2**-10)

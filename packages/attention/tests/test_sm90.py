@@ -85,8 +85,9 @@ def compiled(kind, dtype, width, keys, stages, left, right, group, activation="s
         kernel = forward_kernel
     elif kind != "backward":
         kernel = grad_keys_kernel if kind == "keys" else grad_queries_kernel
-        constants |= dict(HEADS=4, KV_HEADS=4 // group)
-        types |= dict(dq_desc=tile, dk_desc=tile, dv_desc=tile, lse="*fp32", delta="*fp32")
+        constants |= dict(HEADS=4, KV_HEADS=4 // group, HAS_GRAD_LSE=group == 1)
+        types |= dict(dq_desc=tile, dk_desc=tile, dv_desc=tile, out_desc=tile)
+        types |= dict.fromkeys(("lse", "grad_lse", "lse_lines", "delta_lines"), "*fp32")
     else:
         kernel, constants = backward_kernel, constants | dict(KV_HEADS=1, ALL_HEADS=4)
         constants |= dict(SHARED=activation == "silu")

@@ -61,6 +61,7 @@ PRECISIONS: dict[str, tuple[str, ...]] = {
 PAIRS = {name: "fp32" if name == BASE else BASE for name in PRECISIONS if name != "fp32"}
 HELD_OUT_FROM = 1 << 24  # numbers of batches that no training reaches
 BLOCKS, RESAMPLES = 32, 10_000
+SPLITS = ("progressive", "second_half", "held_out")
 _OTHER = 1_000  # added to the seed of the initial weights
 _PACE = 16  # steps between two looks at the clock, as the host runs ahead of a GPU
 
@@ -88,6 +89,7 @@ class Run:
 
     progressive: np.ndarray
     held_out: np.ndarray
+    batches: int
     tasks: tuple[str, ...]
     seed: int
     batch_examples: int
@@ -96,6 +98,12 @@ class Run:
     first_step_s: float
     peak_gb: float
     device: str
+
+    def of(self, split: str) -> np.ndarray:
+        """Sums of the batches of a split; ``second_half`` is of the progressive ones."""
+        if split == "second_half":
+            return self.progressive[self.batches // 2 :]
+        return getattr(self, split)
 
 
 def run(asked: Asked) -> Run:
@@ -134,6 +142,7 @@ def run(asked: Asked) -> Run:
             progressive=torch.stack(sums).cpu().numpy(),
             held_out=torch.stack(held).cpu().numpy() if held else np.zeros((0, *sums[0].shape)),
             tasks=schema.labels,
+            batches=batches,
             seed=asked.seed,
             batch_examples=examples,
             layers=step.low_precision.told(),
@@ -181,11 +190,11 @@ def compare(
     Runs of one seed are on the same batches, and the entropy of the labels cancels. None where a
     run has none.
     """
-    if not all(len(getattr(run, split)) for run in (*first, *second)):
+    if not all(len(run.of(split)) for run in (*first, *second)):
         return None
     gaps, bases, each = [], [], []
     for a, b in zip(first, second, strict=True):
-        own, other = getattr(a, split), getattr(b, split)
+        own, other = a.of(split), b.of(split)
         batches = min(len(own), len(other))
         own, other = own[:batches, task, column], other[:batches, task, column]
         gap, base = own - other, other
@@ -210,8 +219,7 @@ def row(name: str, task: int, runs: Mapping[str, list[Run]], asked: Asked) -> di
     first, second = (sorted(runs[each], key=lambda run: run.seed) for each in (name, PAIRS[name]))
     one = first[0]
     totals = {
-        split: np.sum([getattr(r, split)[:, task].sum(0) for r in first], axis=0)
-        for split in ("progressive", "held_out")
+        split: np.sum([r.of(split)[:, task].sum(0) for r in first], axis=0) for split in SPLITS
     }
     batches = min(len(r.progressive) for r in (*first, *second))
     found: dict[str, Any] = {}
@@ -255,6 +263,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=8, help="runs at once")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds; then runs end early")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings")
+    parser.add_argument("--curves", type=Path, default=None, help="folder for sums of each batch")
     parser.add_argument("--out", type=Path, default=RESULTS)
     chosen = parser.parse_args()
     unknown = set(chosen.precisions) - set(PRECISIONS)
@@ -300,6 +309,10 @@ def main() -> None:
             done = future.result()
             runs.setdefault(asked.precision, []).append(done)
             console.print(_told(asked, done, examples))
+            if chosen.curves is not None:
+                chosen.curves.mkdir(parents=True, exist_ok=True)
+                path = chosen.curves / f"{asked.precision}-{asked.seed}.npz"
+                np.savez(path, progressive=done.progressive, held_out=done.held_out)
             # Written as soon as both sides are there: what comes later may be cut off.
             ready = [
                 name
@@ -335,7 +348,7 @@ def _told(asked: Asked, done: Run, examples: int) -> str:
 
 def _compared(each: dict[str, Any]) -> str:
     told = [each["case"]]
-    for split in ("progressive", "held_out"):
+    for split in SPLITS:
         if each[split] is None:
             continue
         told.append(f"{split} NE {each[split]['ne']:.4f}")

@@ -5,15 +5,15 @@
 The trainer's own step of one model, once as one rank takes it and once for each way of several
 ranks, with a process group of one rank: gradients are put together for others, weights gathered,
 ids and vectors sent, all to itself. Rounds of the ways alternate in one process, so that a card
-that gets slower does not decide. All models lie in memory at once: tables are made small, and a
-card of 140 GB holds two of `h200`, one rank and one way.
+that gets slower does not decide. Two models lie in memory at once, so tables are made small.
 
 Shown for each way: time of a step, of the host for one step from an idle device, kernels of a step
-and how long they run, and lookups for whose sizes the host had to wait. That both learn the same is
-what losses show. Rows go to ``results/<device>/one_rank.jsonl``.
+and how long they run, and lookups for whose sizes the host had to wait. That all learn the same is
+what tests hold. Rows go to ``results/<device>/one_rank.jsonl``.
 """
 
 import argparse
+import gc
 import sys
 import time
 from collections.abc import Sequence
@@ -71,6 +71,7 @@ class Way:
         self.step_ms: list[float] = []
         self.host_ms: list[float] = []
         self.losses: list[float] = []
+        self._kernels: dict[str, float] = {}
 
     def take(self) -> torch.Tensor:
         """Train one batch; the next one is known, as in a run."""
@@ -106,8 +107,17 @@ class Way:
             self.step_ms += [a.elapsed_time(b) for a, b in pairwise(events)]
         self.losses.append(float(loss))
 
+    def begin_anew(self) -> None:
+        """Forget what was measured, for rounds with another way."""
+        self.step_ms, self.host_ms, self.losses = [], [], []
+
     def kernels(self, show: int) -> dict[str, float]:
         """Kernels of a step, and how long they run together; prints the longest."""
+        if not self._kernels:
+            self._kernels = self._counted(show)
+        return self._kernels
+
+    def _counted(self, show: int) -> dict[str, float]:
         if self.step.world.device.type != "cuda":
             return {}
         with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
@@ -131,42 +141,52 @@ def main() -> None:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     config = load_recipe(given.recipe, _settings(given))
     batches = _batches(config, given.examples, device)
-    ways: list[Way] = []
     with one_rank_group("replicate", device):
-        for name in ("single", *given.ways):
-            world = World(device=device, way=None if name == "single" else name)
-            ways.append(Way(name, config, world, batches))
-            ways[-1].round(WARM_UP, timed=False)
-            _say(f"{name}: losses begin {ways[-1].losses[-1]:.4f}")
-        for _ in range(given.rounds):
-            for way in ways:
-                before = way.waits()
-                way.round(given.steps, timed=True)
-                _say(
-                    f"{way.name}: {median(way.step_ms):.1f} ms, host {way.host_ms[-1:]}, waits "
-                    f"{way.waits() - before}, loss {way.losses[-1]:.5f}"
-                )
-        found = [_figures(way, given.show) for way in ways]
-    rows: list[dict[str, Any]] = []
-    for way, figures in zip(ways[1:], found[1:], strict=True):
-        rows.append(
-            {
-                "bench": "one_rank",
-                "case": f"{config.name}, {way.name}, {given.examples} examples",
-                "device": device_name(device),
-                "set": _settings(given),
-                "way": way.name,
-                "rounds": given.rounds,
-                "steps": given.steps,
-                **figures,
-                "slower_ms": figures["step_ms"] - found[0]["step_ms"],
-                "single": found[0],
-                **provenance(),
-            }
-        )
-        _say(str({k: v for k, v in rows[-1].items() if k not in ("set", "versions")}))
-    if not given.dry:
-        write_rows(given.out / device_folder(device_name(device)) / "one_rank.jsonl", rows)
+        single = Way("single", config, World(device=device), batches)
+        single.round(WARM_UP, timed=False)
+        _say(f"single: losses begin {single.losses[-1]:.4f}")
+        for name in given.ways:
+            way = Way(name, config, World(device=device, way=name), batches)
+            way.round(WARM_UP, timed=False)
+            _say(f"{name}: losses begin {way.losses[-1]:.4f}")
+            row = _compared(single, way, given, config)
+            _say(str({k: v for k, v in row.items() if k not in ("set", "versions")}))
+            if not given.dry:
+                folder = given.out / device_folder(device_name(device))
+                write_rows(folder / "one_rank.jsonl", [row])
+            # Its memory is wanted by the next one.
+            del way
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+
+
+def _compared(
+    single: Way, way: Way, given: argparse.Namespace, config: RunConfig
+) -> dict[str, Any]:
+    """Rounds of one rank's own way and of another in turn; the row of that one."""
+    single.begin_anew()
+    for _ in range(given.rounds):
+        for each in (single, way):
+            each.round(given.steps, timed=True)
+            _say(
+                f"{each.name}: {median(each.step_ms):.1f} ms, host {each.host_ms[-1:]}, "
+                f"waits {each.waits()}, loss {each.losses[-1]:.5f}"
+            )
+    found = [_figures(each, given.show) for each in (single, way)]
+    return {
+        "bench": "one_rank",
+        "case": f"{config.name}, {way.name}, {given.examples} examples",
+        "device": device_name(single.step.world.device),
+        "set": _settings(given),
+        "way": way.name,
+        "rounds": given.rounds,
+        "steps": given.steps,
+        **found[1],
+        "slower_ms": found[1]["step_ms"] - found[0]["step_ms"],
+        "single": found[0],
+        **provenance(),
+    }
 
 
 def _figures(way: Way, show: int) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def test_runs_on_the_same_batches_are_compared(world):
 
     rng = np.random.default_rng(0)
     losses = 100 * (1 + 0.1 * rng.random((64, 1, 4)))
-    base = bench.Run(losses, losses, ("click",), 1, 128, "", 1.0, 0.0, 0.0, "cpu")
+    base = bench.Run(losses, losses, 64, ("click",), 1, 128, "", 1.0, 0.0, 0.0, "cpu")
     more = replace(base, progressive=losses * (1 + 1e-3 * rng.standard_normal((64, 1, 1))))
     same = bench.compare([base], [base], 0, "progressive", 2)
     assert (same["difference_frac"], same["low_95_frac"], same["high_95_frac"]) == (0, 0, 0)
@@ -93,6 +93,8 @@ def test_runs_on_the_same_batches_are_compared(world):
     assert found["difference_frac"] == pytest.approx(middle, rel=1e-9)
     assert found["high_95_frac"] - middle == pytest.approx(half, rel=0.25)
     assert middle - found["low_95_frac"] == pytest.approx(half, rel=0.25)
+    half = bench.compare([more], [base], 0, "second_half", 2)
+    assert half["difference_frac"] == pytest.approx(own[32:].sum() / other[32:].sum() - 1)
     short = bench.compare([replace(more, progressive=more.progressive[:9])], [base], 0,
                           "progressive", 2)  # fmt: skip
     assert short["difference_frac"] == pytest.approx(own[:9].sum() / other[:9].sum() - 1)

@@ -84,11 +84,14 @@ def chain(x_TD, kind, impl, *, before_TD=None, after_TD=None, gain_D=None):
 def check(x_TD, kind, impl, **beside):
     with poisoned_empty("all"), count_launches() as launches:
         made = fused(x_TD, kind, impl, **beside)
-    if impl == "triton" and x_TD.numel():
-        # One kernel a call, or a norm and a quantising one where no sum is exact.
-        assert launches.count == (5 if x_TD.shape[1].bit_count() == 1 else 10)
-    else:
-        assert launches.count == 0
+    # Five calls of one kernel, or of a norm's and a quantising one: of both orientations of wide
+    # rows, and of strips where a mean is rounded.
+    width, apart = x_TD.shape[1], 0
+    if kind == "layer" and width.bit_count() > 1:
+        apart = 3
+    elif width > 512:
+        apart = 1
+    assert launches.count == (5 + apart if impl == "triton" and x_TD.numel() else 0)
     for got, expected in zip(made, chain(x_TD, kind, impl, **beside), strict=True):
         assert got.shape == expected.shape
         assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
@@ -294,7 +297,7 @@ def test_kernels_compile_without_spills():
         {**read, **written, **sizes},
         {
             **form, "ROWS": True, "COLUMNS": True, "SQUARE": False, "R": 8, "BLOCK_D": 512,
-            "BLOCKS": 2, "AHEAD": 2,
+            "BLOCKS": 2,
         },
         warps=2,
         aligned=[*read, *written, "width", "stride_t"],

@@ -252,7 +252,7 @@ def test_the_command_says_what_is_kept_and_why():
     assert all(r["why"] for r in tight["regions"])
     shown = said(*common, "--budget", "0.004").output
     assert "budget 4.10 MiB" in shown
-    assert "layers.3.experts.experts.1" in shown
+    assert "layers.3.streams.stream_impressions" in shown
     assert "ms a GiB" in shown
     for wrong in (["--budget", "-1"], ["--budget", "1e300"], ["--batch", "99999999999"]):
         bad = said("memory", "h200", *wrong)

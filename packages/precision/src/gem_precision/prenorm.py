@@ -46,11 +46,13 @@ class _NormedQuantizedLinear(torch.autograd.Function):
         name, last, kept = formats.forward, formats.weight_gradient, ()
         if name == "fp8_block":
             matrix = norm_block_quantize(x_TD, **given)
-        elif last == name and ctx.needs_input_grad[3]:
-            matrix, by_columns = norm_quantize_both(x_TD, scaling=name, **given)
-            kept = (by_columns.elements_TD, by_columns.scales)
         else:
-            matrix = norm_quantize(x_TD, scaling=name, **given)  # type: ignore[arg-type]
+            given["scaling"] = name
+            if last == name and ctx.needs_input_grad[3]:
+                matrix, by_columns = norm_quantize_both(x_TD, **given)
+                kept = (by_columns.elements_TD, by_columns.scales)
+            else:
+                matrix = norm_quantize(x_TD, **given)
         ctx.save_for_backward(x_TD, before_TD, gain_D, weight_FD, *kept)
         ctx.given = (kind, formats, eps, impl)
         return torch.ops.gem_precision.product_of_bytes(

@@ -23,8 +23,9 @@ def check_has_regions(kind: str) -> None:
 def memory_regions(model: nn.Module) -> list[str]:
     """Name the parts of a model that may run again in the backward pass.
 
-    In each layer: the summary, every stream, every expert. No exchange between ranks lies within
-    one of them, so ranks need not agree on what is run again.
+    In each layer: the summary, every stream, every expert; a profile leaves out those that do not
+    run as one, as Wukong's, whose halves are summed across experts. No exchange between ranks lies
+    within one of them, so ranks need not agree on what is run again.
 
     Args:
         model: from `gem.model.build.build_model`; sharded or not, on whatever ranks.

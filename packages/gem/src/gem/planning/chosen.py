@@ -49,6 +49,7 @@ def not_counted(config: RunConfig) -> tuple[str, ...]:
         "memory.kept": config.memory.kept != "as_is",
         "precision.recipe": precision.recipe not in (None, "bf16"),
         "precision.rules": bool(precision.rules),
+        "precision.attention": precision.attention not in (None, "bf16"),
         "precision.gather_in_8_bits": precision.gather_in_8_bits,
         "train.compile": config.train.compile != "off",
         "parallel.gathers": own is not None and own.gathers != "nccl",

@@ -52,15 +52,15 @@ def climb(
     _claim(spec, out)
     every = {job_name(job): job for job in _jobs(spec, out, device)}
     last = _last_rung(spec)
-    before = [j for j in every.values() if last and j.ladder == spec.law and j.rung != last.name]
-    rest = [job for job in every.values() if job not in before]
-    # The dearest first, as they end last; that of the law before all others.
-    rest.sort(key=lambda job: job.ladder != spec.law)
+    of_law = [job for job in every.values() if job.ladder == spec.law]
+    before = [job for job in of_law if last is not None and job.rung != last.name]
+    # The dearest first, as they end last. Those of the law have the device to themselves.
     with _pool(jobs) as pool:
         _run(pool, before[::-1], out, say)
         if last is not None:
             predict(spec, out, device, say)
-        _run(pool, rest, out, say)
+        _run(pool, [job for job in of_law if job not in before], out, say)
+        _run(pool, [job for job in every.values() if job not in of_law], out, say)
     found = collect(spec, out)
     _write(out / "scaling.json", json.dumps(found, indent=1, allow_nan=False) + "\n")
     _write(out / "scaling.svg", scaling_svg(found))

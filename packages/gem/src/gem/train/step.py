@@ -245,6 +245,8 @@ class TrainStep:
             self.world.device.type == "cuda"
             and config.precision.formats() == ("bf16_autocast",)
             and self.spec.accumulation_parts == 1  # else gradients would add up in bf16
+            # Nothing traces a weight whose gradient has another format, as evaluations would.
+            and self.spec.compile == "off"
         )
 
     def _stand_ins(self, whole: Mapping[str, nn.Parameter]) -> Mapping[nn.Parameter, Tensor]:

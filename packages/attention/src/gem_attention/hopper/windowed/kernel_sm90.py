@@ -9,7 +9,6 @@ result has one owner, so that the bits are the same in every run.
 import torch
 from torch import Tensor
 
-from gem_attention.hopper.gradients.kernel import prepare_kernel
 from gem_attention.hopper.launching import (
     DTYPES,
     LEAST_SCALE,
@@ -99,7 +98,6 @@ def launch_narrow_backward(
     q_tiles = query_tiles(q_offsets_O, k_offsets_O, **sizes)
     k_tiles = key_tiles(q_offsets_O, k_offsets_O, **sizes)
     delta_HP, lse_HP = torch.empty((2, heads, padded), dtype=torch.float32, device=device)
-    bounds = torch.empty(3, dtype=torch.int32, device=device)
     offsets = (q_offsets_O, k_offsets_O)
     counts = (batch, tokens, keys)
     sides = (left or 0, right or 0)
@@ -109,44 +107,13 @@ def launch_narrow_backward(
     shape = {"GROUP": heads // kv_heads, "ROWS": ROWS, "KEYS": ROWS, "WIDTH": width}
     shape |= {"STAGES": _STAGES, "LEFT": left is not None, "RIGHT": right is not None}
     with torch.cuda.device(device):
-        prepare_kernel[(q_tiles.capacity * heads,)](
-            out_THV,
-            grad_out_THV,
-            lse_TH,
-            grad_lse_TH.contiguous() if grad_lse_TH is not None else lse_TH,
-            delta_HP,
-            lse_HP,
-            grad_q_THK,
-            delta_HP,
-            bounds,
-            q_tiles.entries,
-            q_tiles.count,
-            k_tiles.entries,
-            k_tiles.count,
-            *offsets,
-            *counts,
-            padded,
-            1,
-            grad_out_THV.stride(0),
-            grad_out_THV.stride(1),
-            HEADS=heads,
-            KV_HEADS=kv_heads,
-            SUM_HEADS=0,
-            WIDTH=width,
-            ROWS=ROWS,
-            KEYS=_TILE,
-            SOFTMAX=True,
-            HAS_GRAD_LSE=grad_lse_TH is not None,
-            WINDOWED=True,
-            SPLIT=False,
-            DESCENDING=False,
-            SHARED=False,
-            num_warps=4,
-        )
         grad_queries_kernel[(programs(device, q_tiles.capacity * heads),)](
             *queries,
             *keyed,
+            ragged(out_THV, ROWS),
             ragged(grad_q_THK, ROWS),
+            lse_TH,
+            grad_lse_TH.contiguous() if grad_lse_TH is not None else lse_TH,
             lse_HP,
             delta_HP,
             q_tiles.entries,
@@ -159,6 +126,7 @@ def launch_narrow_backward(
             HEADS=heads,
             **shape,
             DTYPE=DTYPES[q_THK.dtype],
+            HAS_GRAD_LSE=grad_lse_TH is not None,
             num_warps=4,
             maxnreg=REGISTERS,
         )

@@ -2,8 +2,9 @@
 
 Native on GPUs of compute capability 10.x, whose tensor cores multiply MXFP8 with its scales.
 Elsewhere the kernels read the numbers that the bytes mean, as bf16, which holds them, and multiply
-these: the right numbers, slower than attention in bf16. The device code is in
-``gem_attention.portable.scaled``.
+these: the right numbers, slower than attention in bf16. They round by integers: where code takes
+the bytes of the GPU's cast apart in registers, ptxas reads the second of two from a register that
+nobody wrote. The device code is in ``gem_attention.portable.scaled``.
 """
 
 import torch
@@ -26,7 +27,6 @@ _LOG2E = 1.4426950408889634
 # Rows of a tile of queries and keys, and warps: of the instruction, and of products in bf16.
 _NATIVE_TILE = (128, 8)
 _EMULATED_TILE = (64, 4)
-_STAGES = 1
 
 
 def is_native(device: torch.device) -> bool:
@@ -81,7 +81,7 @@ def quantize_sequences(
         x.view(BITS[x.dtype]), *made, tiles.entries, tiles.count, offsets_O, tokens, batch,
         *x.stride()[:2], seed or 0, HEADS=heads, WIDTH=width,
         BLOCK_W=max(BLOCK, triton.next_power_of_2(width)), BLOCKS=blocks, ROWS=rows,
-        COLUMNS=columns, RCEIL=scaling == "mxfp8_rceil", CAST=has_cast(x),
+        COLUMNS=columns, RCEIL=scaling == "mxfp8_rceil", CAST=has_cast(x) and not decoded,
         CHANCE=seed is not None, DECODED=decoded, num_warps=4,
     )  # fmt: skip
     return made
@@ -122,12 +122,12 @@ class _Call:
             "HAS_LEFT": left is not None,
             "HAS_RIGHT": right is not None,
             "RCEIL": scaling == "mxfp8_rceil",
-            "CAST": has_cast(q_THK),
+            "CAST": self.native and has_cast(q_THK),
             "NATIVE": self.native,
             "BLOCK_T": self.block,
             "BLOCK_S": self.block,
             "num_warps": self.warps,
-            "num_stages": 2 if self.native else _STAGES,
+            "num_stages": 2,
         }
         self.lists = {
             "q_offsets_O": offsets[0],

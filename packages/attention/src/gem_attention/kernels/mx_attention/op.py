@@ -79,7 +79,7 @@ def _forward(
 
 @_forward.register_fake
 def _(q_THK: Tensor, k_SGK: Tensor, v_SGV: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    tokens, heads, _ = q_THK.shape
+    tokens, heads = q_THK.shape[:2]
     return (
         q_THK.new_empty((tokens, heads, v_SGV.shape[2])),
         q_THK.new_empty((tokens, heads), dtype=torch.float32),

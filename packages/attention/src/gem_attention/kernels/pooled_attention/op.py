@@ -392,7 +392,8 @@ def pooled_attention(
         ``deterministic``; of the reference on a CPU always, with the same number of threads. What
         is not finite in a key or value spoils its own sequence and the gradient of the seeds.
     Cost: 2·H·P·S·(K + V) FLOPs forward and 2·H·P·S·(3K + 2V) backward; keys and values are read
-        once forward and once backward. More than 64 rows are repeated for every sequence backward.
+        once forward and once backward. More than 64 rows are repeated for every sequence backward,
+        but for what the Hopper kernels take.
     Source: Lee et al. 2019 (arXiv:1810.00825); Meta's GEM training article for shared seeds.
     """
     sizes = check_shapes(_NAME, seeds_PHK=seeds_PHK, k_SGK=k_SGK, v_SGV=v_SGV)

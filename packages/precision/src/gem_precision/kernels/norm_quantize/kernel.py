@@ -17,7 +17,6 @@ import triton.language as tl
 
 from gem_precision.device import bits_of, cast_code, element_code, has_cast, on_device, scale_code
 from gem_precision.elements import BLOCK, WIDE_BLOCK
-from gem_precision.kernels.block_quantize.kernel import launch_rows
 from gem_precision.kernels.mx_quantize.kernel import (
     constants_of,
     empty_outputs,
@@ -28,10 +27,12 @@ from gem_precision.kernels.row_norm.kernel import block_of, tile_of
 from gem_precision.kernels.row_norm.kernel import launch_forward as launch_norm
 
 _AT_ONCE = 64  # elements of a thread that the sums of a strip read in one turn
-_AHEAD = 2  # turns that are asked for ahead
-_WARP_COLUMNS = 32  # of a tile of a strip
-_REGISTERS = None  # of a thread, at most
-_MORE_WARPS = 1  # times those of a norm, side by side over the rows of a strip
+# Of a tile of a strip, a warp: whole lines of memory, and room in registers.
+_WARP_COLUMNS = {"columns": 32, "both": 32, "square": 64}
+# Of rows of block FP8 whose bytes are packed into words: of the code for wider ones ptxas takes a
+# byte from a register that nobody wrote.
+_WIDEST_PACKED = 4_096
+_WIDEST_BOTH = 512  # of rows that are quantised in both orientations in one kernel
 
 
 @triton.jit
@@ -118,8 +119,7 @@ def _norm_quantize_strips_kernel(
     DTYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SQUARE: tl.constexpr,
     RCEIL: tl.constexpr, MANTISSA_BITS: tl.constexpr, LEAST_EXPONENT: tl.constexpr,
     LARGEST_EXPONENT: tl.constexpr, LARGEST_CODE: tl.constexpr, CAST: tl.constexpr,
-    R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCKS: tl.constexpr, AHEAD: tl.constexpr,
-    BLOCK: tl.constexpr,
+    R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     strip = tl.program_id(0).to(tl.int64)
     inside = tl.arange(0, BLOCK)
@@ -128,7 +128,7 @@ def _norm_quantize_strips_kernel(
     mean = tl.zeros((BLOCK,), tl.float32)
     rstd = tl.zeros((BLOCK,), tl.float32)
     columns = tl.arange(0, BLOCK_D)
-    for part in tl.range(0, BLOCK // R, num_stages=AHEAD):
+    for part in range(BLOCK // R):
         r = strip * BLOCK + part * R + tl.arange(0, R)
         mask = (r < rows)[:, None] & (columns < width)[None, :]
         at = (r * stride_t)[:, None] + columns[None, :]
@@ -166,14 +166,16 @@ def _norm_quantize_strips_kernel(
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-def is_one_pass(width):
-    """Tell whether rows of a width are normalised and quantised in one kernel.
+def is_one_pass(width, *, centred, along):
+    """Tell whether rows of a width are normalised and quantised in one kernel, or in two.
 
     A mean over a number of columns that is no power of two is rounded, by instructions that the
-    compiler joins with what stands around them, in one kernel otherwise than in another: bytes
-    would differ. Such rows take the two kernels one after the other.
+    compiler joins with what stands around them, in a kernel of strips otherwise than in that of the
+    norm: bytes would differ. And both orientations of wide rows are faster in two kernels.
     """
-    return width & (width - 1) == 0
+    if along == "both" and width > _WIDEST_BOTH:
+        return False
+    return along == "rows" or not centred or width & (width - 1) == 0
 
 
 def launch_norm_quantize(
@@ -185,13 +187,11 @@ def launch_norm_quantize(
     outputs = _block_outputs(x_TD) if wide else empty_outputs(x_TD, along)
     if x_TD.numel() == 0:
         return outputs
-    if not is_one_pass(width):
+    if not is_one_pass(width, centred=centred, along=along):
         y_TD = launch_norm(
             x_TD, before_TD, after_TD, gain_D, centred=centred, swish=False, eps=eps,
             out_dtype=x_TD.dtype,
         )  # fmt: skip
-        if wide:
-            return (*launch_rows(y_TD), *outputs[2:])
         return launch_quantize(y_TD, scaling=scaling, element=element, along=along)
     x, before, after = _with_equal_rows(x_TD, before_TD, after_TD)
     of_rows, warps = tile_of(width)
@@ -213,20 +213,19 @@ def launch_norm_quantize(
         with on_device(x):
             _norm_quantize_rows_kernel[(triton.cdiv(rows, of_rows),)](
                 *inputs, outputs[0], scales, rows, width, triton.cdiv(width, block),
-                x.stride(0), eps, **given, **form, WIDE=wide, PACKED=width % 4 == 0, R=of_rows,
+                x.stride(0), eps, **given, **form, WIDE=wide,
+                PACKED=wide and width % 4 == 0 and width <= _WIDEST_PACKED, R=of_rows,
                 BLOCKS=block_d // block,
             )  # fmt: skip
         return outputs
-    warps *= _MORE_WARPS
-    columns = min(block_d, _WARP_COLUMNS * warps)
+    columns = min(block_d, _WARP_COLUMNS[along] * warps)
     at_once = min(BLOCK, max(1, _AT_ONCE * 32 * warps // block_d))
-    given |= {"num_warps": warps, "maxnreg": _REGISTERS} if x.is_cuda else {}
     if at_once == BLOCK and columns == block_d:
         at_once //= 2  # no byte is stored in a tile of this shape
     with on_device(x):
         _norm_quantize_strips_kernel[(triton.cdiv(rows, BLOCK),)](
             *inputs, *outputs, rows, width, triton.cdiv(width, BLOCK), x.stride(0), eps, **given,
-            **form, R=at_once, BLOCK_D=block_d, BLOCKS=columns // BLOCK, AHEAD=_AHEAD,
+            **form, R=at_once, BLOCK_D=block_d, BLOCKS=columns // BLOCK,
         )  # fmt: skip
     return outputs
 

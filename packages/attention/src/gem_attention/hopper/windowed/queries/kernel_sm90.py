@@ -7,6 +7,10 @@ One CTA per SM, persistent. An item is 128 queries of one head; two consumer war
 
 S and dP of a key tile are under way together with dQ of the tile before. dQ leaves through the
 memory of its Q, which is given back an item later.
+
+delta = rowsum(dO ∘ out) − dlse is made here as well, and left with the logsumexp for the kernel of
+the keys. The output comes through the memory of the key tiles, before the first of them: that of
+one consumer as a tile of K, that of the other as one of V.
 """
 
 from triton.experimental import gluon
@@ -126,11 +130,42 @@ def _sum_over_keys(
 
 
 @gluon.jit
+def _lines_of(
+    out_tile,
+    g_tile,
+    lse,
+    grad_lse,
+    places,
+    there,
+    HAS_GRAD_LSE: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """Return lse in base 2 and delta = rowsum(dO ∘ out) − dlse of the rows of a tile.
+
+    Rows that see no key, and padding, get +inf and 0: their softmax weights are 0.
+    """
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, g_tile.shape[1], 16])
+    lse_t = gl.load(lse + places, mask=there, other=float("-inf"))
+    both = out_tile.load(O_LAYOUT).to(gl.float32) * g_tile.load(O_LAYOUT).to(gl.float32)
+    delta_t = gl.convert_layout(gl.sum(both, 1), LAYOUT)
+    if HAS_GRAD_LSE:
+        delta_t -= gl.load(grad_lse + places, mask=there, other=0.0)
+    seeing = lse_t != float("-inf")
+    return gl.where(seeing, lse_t * LOG2_E, float("inf")), gl.where(seeing, delta_t, 0.0)
+
+
+@gluon.jit
 def _consume(
-    given, PART: gl.constexpr, HEADS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr
+    given,
+    PART: gl.constexpr,
+    HEADS: gl.constexpr,
+    LEFT: gl.constexpr,
+    RIGHT: gl.constexpr,
+    HAS_GRAD_LSE: gl.constexpr,
 ):
     """Make dQ of one part of each query tile of this program."""
-    dq_desc, lse, delta, padded_tokens, smems, bars, lists, window, scale = given
+    dq_desc, lse, grad_lse, lines, smems, bars, lists, window, scale = given
+    lse_lines, delta_lines, padded_tokens = lines
     q_smem, g_smem, k_smem, v_smem, numbers = smems
     q_full, g_full, empty, k_full, k_empty, v_full, v_empty = bars
     left, right = window
@@ -161,14 +196,28 @@ def _consume(
         )
         first, stop = keys_seen(row, ROWS, q_length, k_length, left, right, KEYS, LEFT, RIGHT)
         q_tile = q_smem.index(slot)
+        rows = row + gl.arange(0, ROWS, layout=S_ROWS)
+        at = head.to(gl.int64) * padded_tokens + padded_first + rows
         if (row < q_length) & (first < stop):
-            padded = head.to(gl.int64) * padded_tokens
-            padded += padded_first + row
-            at = padded + gl.arange(0, ROWS, layout=S_ROWS)
-            lse_t = gl.load(lse + at)
-            delta_t = gl.load(delta + at)
             mbarrier.wait(g_full.index(slot), (turn // SLOTS) & 1)
-            for _ in range(first - low):
+            stage = step % STAGES
+            out_tile = k_smem.index(stage) if PART == 0 else v_smem.index(stage)
+            out_full = k_full.index(stage) if PART == 0 else v_full.index(stage)
+            mbarrier.wait(out_full, (step // STAGES) & 1)
+            places = (q_begin + rows).to(gl.int64) * HEADS + head
+            lse_t, delta_t = _lines_of(
+                out_tile,
+                g_smem.index(slot),
+                lse,
+                grad_lse,
+                places,
+                rows < q_length,
+                HAS_GRAD_LSE,
+                S_ROWS,
+            )
+            gl.store(lse_lines + at, lse_t)
+            gl.store(delta_lines + at, delta_t)
+            for _ in range(first - low + 1):
                 step = hand_back(kv, step, STAGES)
             step, dq = _sum_over_keys(
                 (q_tile, g_smem.index(slot)),
@@ -193,9 +242,11 @@ def _consume(
         else:
             mbarrier.wait(g_full.index(slot), (turn // SLOTS) & 1)
             release(empty, turn, PART)
-            for _ in range(high - low):
+            for _ in range(high - low + 1):
                 step = hand_back(kv, step, STAGES)
             if row < q_length:
+                gl.store(lse_lines + at, gl.full([ROWS], float("inf"), gl.float32, S_ROWS))
+                gl.store(delta_lines + at, gl.zeros([ROWS], gl.float32, S_ROWS))
                 out = gl.zeros([ROWS, WIDTH], dtype, O_LAYOUT)
                 store_rows(dq_desc, q_tile, out, q_begin, q_length, row, head * WIDTH)
     tma.store_wait(0)
@@ -207,7 +258,7 @@ def _produce(
 ):
     """Load the tiles of Q and dO, and the key tiles that they see."""
     descs, smems, bars, lists, window = given
-    q_desc, g_desc, k_desc, v_desc = descs
+    q_desc, g_desc, k_desc, v_desc, out_desc = descs
     q_smem, g_smem, k_smem, v_smem, numbers = smems
     q_full, g_full, empty, k_full, k_empty, v_full, v_empty = bars
     tiles, _, q_offsets, k_offsets, batch, q_tokens, k_tokens = lists
@@ -253,6 +304,16 @@ def _produce(
         first, stop = keys_seen(
             tile * ALL_ROWS, ALL_ROWS, q_length, k_length, left, right, KEYS, LEFT, RIGHT
         )
+        row = tile * ALL_ROWS
+        stage = step % STAGES
+        phase = ((step // STAGES) & 1) ^ 1
+        mbarrier.wait(k_empty.index(stage), phase)
+        o_col = head * WIDTH
+        load_rows(out_desc, k_smem.index(stage), k_full.index(stage), q_begin, q_length, row, o_col)
+        row += ROWS
+        mbarrier.wait(v_empty.index(stage), phase)
+        load_rows(out_desc, v_smem.index(stage), v_full.index(stage), q_begin, q_length, row, o_col)
+        step += 1
         for key_tile in range(first, stop):
             stage = step % STAGES
             phase = ((step // STAGES) & 1) ^ 1
@@ -274,9 +335,12 @@ def grad_queries_kernel(
     g_desc,
     k_desc,
     v_desc,
+    out_desc,
     dq_desc,
     lse,
-    delta,
+    grad_lse,
+    lse_lines,
+    delta_lines,
     tiles,
     count,
     q_offsets,
@@ -297,8 +361,12 @@ def grad_queries_kernel(
     LEFT: gl.constexpr,
     RIGHT: gl.constexpr,
     DTYPE: gl.constexpr,
+    HAS_GRAD_LSE: gl.constexpr,
 ):
-    """Write dq (T, H·D) from lse (base 2) and delta, both (H, padded rows)."""
+    """Write dq (T, H·D); and lse (base 2) and delta, both (H, padded rows), for the other kernel.
+
+    Padding, and rows that see no key, get delta 0 and lse +inf: their softmax weights are 0.
+    """
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -327,12 +395,13 @@ def grad_queries_kernel(
     smems = (q_smem, g_smem, k_smem, v_smem, numbers)
     lists = (tiles, count, q_offsets, k_offsets, batch, q_tokens, k_tokens)
     window = (left, right)
-    mine = (dq_desc, lse, delta, padded_tokens, smems, bars, lists, window, scale)
-    loaded = ((q_desc, g_desc, k_desc, v_desc), smems, bars, lists, window)
+    lines = (lse_lines, delta_lines, padded_tokens)
+    mine = (dq_desc, lse, grad_lse, lines, smems, bars, lists, window, scale)
+    loaded = ((q_desc, g_desc, k_desc, v_desc, out_desc), smems, bars, lists, window)
     gl.warp_specialize(
         [
-            (_consume, (mine, 0, HEADS, LEFT, RIGHT)),
-            (_consume, (mine, 1, HEADS, LEFT, RIGHT)),
+            (_consume, (mine, 0, HEADS, LEFT, RIGHT, HAS_GRAD_LSE)),
+            (_consume, (mine, 1, HEADS, LEFT, RIGHT, HAS_GRAD_LSE)),
             (_produce, (loaded, HEADS, GROUP, LEFT, RIGHT)),
         ],
         [4, 1],
