@@ -449,7 +449,7 @@ def test_same_bits_in_every_run(device):
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-def test_way_is_told_and_times_are_refused_where_it_is_emulated(monkeypatch):
+def test_way_is_told_and_times_are_refused_where_it_is_emulated():
     assert mx_attention_way("cpu") == "reference"
     with pytest.raises(UnsupportedError, match=r"compute capability 10\.x\) to be timed; got cpu"):
         demand_native("cpu")

@@ -276,7 +276,10 @@ def test_what_is_kept_is_what_the_cost_says(heads):
         assert cost.bytes == 4 * (x.numel() + 2 * k.numel() + written)
         assert [t.shape[0] for t in kept] == [9 * keep] * 2
         outs.append(out)
-    check_equal_up_to_rounding(*(out.detach() for out in outs))
+    if heads == 1:  # a forward alone is another kernel
+        check_equal_up_to_rounding(*(out.detach() for out in outs))
+    else:
+        assert torch.equal(*outs)
     # The public function keeps only what a backward may want.
     seen = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t.shape) or t, lambda t: t):

@@ -545,7 +545,9 @@ Faults that a table cannot show:
   and prints the command that goes on from there: exit code 130, and 0 after SIGTERM, as a scheduler
   wants it. A second one ends at once. Before the first step and in every other command Ctrl-C ends
   at once with `interrupted`. SIGTERM ends `gem eval` and `gem predict` with `terminated; nothing
-  was written` (143). What was being written never counts, and the next try removes it.
+  was written` (143). What was being written never counts, and the next try removes it. `gem bench
+  ablation` and `gem scaling` end as the run does that they train, end the processes that they have
+  started, keep what has ended, and go on when they are called again.
 - **A full disk** while a checkpoint is written ends the run with `checkpoint: run/checkpoints must
   take another checkpoint; got [Errno 28] No space left on device: ...; free space there, then
   continue with --resume`. The checkpoint before it is whole; the torn one is removed. With

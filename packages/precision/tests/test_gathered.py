@@ -10,7 +10,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gem_opkit.errors import ConfigError, UnsupportedError
-from gem_precision.gathered import EightBitGather, gather_in_8_bits
+from gem_precision.contract import LinearFormats
+from gem_precision.gathered import EightBitGather, gather_in_8_bits, gather_layers_in_8_bits
+from gem_precision.kernels.quantized_linear.op import formats_named
 from gem_precision.layers import Projection
 from gem_precision.ops import block_dequantize, block_quantize
 
@@ -164,3 +166,26 @@ def test_the_layer_alone_is_as_before():
     y.sum().backward()
     plain(x).sum().backward()
     assert torch.equal(layer.weight.grad, plain.weight.grad)
+
+
+def test_which_layers_are_gathered_in_8_bits_and_why_others_are_not():
+    both = formats_named("fp8_block")
+    one = LinearFormats(forward="fp8_block")
+    layers = {name: layer_of() for name in ("sent", "other", "alone", "ragged", "first", "second")}
+    layers["second"].weight = layers["first"].weight
+    model = torch.nn.ModuleDict(layers)
+    formats = {name: one if name == "other" else both for name in layers}
+    ranks = {"alone": 1, "ragged": 3}
+    done = gather_layers_in_8_bits(model, formats, parts=lambda name, _: ranks.get(name, 2))
+    assert done.names == ("sent",)
+    assert type(layers["sent"].weight) is EightBitGather
+    assert layers["second"].weight is layers["first"].weight
+    for name, why in {
+        "other": "its other product is in",
+        "alone": "whole on every rank",
+        "ragged": "no whole blocks of 128 on each of 3 ranks",
+        "first": "another layer's weight too",
+        "second": "another layer's weight too",
+    }.items():
+        assert why in done.kept[name]
+    assert done.told().startswith("1 weights gathered in 8 bits; ")

@@ -181,8 +181,8 @@ def test_registration():
     by_columns = mx_quantize(x_TD, element="e5m2", along="columns")
     check_registration(
         torch.ops.gem_precision.mx_dequantize,
-        (by_columns.elements_TD, by_columns.scales, "e5m2", "columns", "reference"),
-        cost=mx_dequantize_cost(**size, along="columns"),
+        (by_columns.elements_TD, by_columns.scales, "e5m2", "columns", torch.bfloat16, "reference"),
+        cost=mx_dequantize_cost(**size, along="columns", element_bytes=2),
     )
 
 
@@ -190,7 +190,11 @@ def test_compiles_whole():
     def there_and_back(x_TD):
         by_rows, by_columns = mx_quantize_both(x_TD)
         square = mx_quantize(x_TD, block="32x32", element="e5m2")
-        return by_rows.scales, [mx_dequantize(m) for m in (by_rows, by_columns, square)]
+        return (
+            by_rows.scales,
+            [mx_dequantize(m) for m in (by_rows, by_columns, square)],
+            mx_dequantize(by_rows, dtype=torch.bfloat16),
+        )
 
     check_compiles_whole(there_and_back, [(torch.randn(t, 40),) for t in (5, 70)])
 
@@ -291,6 +295,11 @@ def test_refuses():
                 DeviceError,
                 "scales must be on cpu",
             ),
+            (
+                lambda: mx_dequantize(matrix, dtype=torch.float64),
+                DtypeError,
+                "dtype must be fp32, bf16 or fp16",
+            ),
         ]
     )
 
@@ -306,6 +315,7 @@ def test_costs_count_the_bytes_that_are_there_and_the_fakes_have_their_shapes(al
     assert mx_quantize_cost(**size, element_bytes=2).bytes == stored + 35 * 70 * 2
     if along != "both":
         assert mx_dequantize_cost(**size).bytes == stored + 35 * 70 * 4
+        assert mx_dequantize_cost(**size, element_bytes=2).bytes == stored + 35 * 70 * 2
 
 
 @pytest.mark.usefixtures("wide_tiles")
@@ -332,6 +342,33 @@ def test_every_code_under_every_scale_decodes_to_its_value(element, impl, device
         matrix = MxMatrix(*(t.to(device) for t in given), element, along)
         got = bits_of(mx_dequantize(matrix, impl=impl))
         assert torch.equal(got, expected if along == "rows" else expected.T)
+
+
+@pytest.mark.usefixtures("wide_tiles")
+@everybody
+@both_elements
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_code_under_every_scale_decodes_to_16_bits(dtype, element, impl, device):
+    """Rounded once from the exact number, cut at the largest of the dtype, infinities kept."""
+    values = torch.tensor([element_value(c, element) for c in range(256)], dtype=torch.float64)
+    powers = torch.arange(256, dtype=torch.float64)[:, None] - 127
+    exact, most = torch.ldexp(values[None], powers), torch.finfo(dtype).max
+    exact = torch.where(values.isfinite(), exact.clamp(-most, most), values)
+    exact[255] = math.nan
+    # Each fits fp32, through which torch goes.
+    assert torch.equal(exact[:255].float().double().nan_to_num(), exact[:255].nan_to_num())
+    codes = torch.arange(256, dtype=torch.uint8, device=device)
+    matrix = MxMatrix(codes.expand(256, 256), codes[:, None].expand(256, 8), element, "rows")
+    found = mx_dequantize(matrix, dtype=dtype, impl=impl).cpu()
+    is_nan = exact.isnan()
+    expected = exact.to(dtype).view(torch.int16)
+    expected[is_nan] = 0x7FC0 if dtype == torch.bfloat16 else 0x7E00
+    assert torch.equal(found.view(torch.int16), expected)
+    ragged = MxMatrix(codes[:100].expand(35, 100).contiguous(), codes[100:104].expand(35, 4),
+                      element, "rows")  # fmt: skip
+    found = mx_dequantize(ragged, dtype=dtype, impl=impl).cpu().view(torch.int16)
+    wanted = torch.cat([expected[100 + i, 32 * i : min(32 * i + 32, 100)] for i in range(4)])
+    assert torch.equal(found, wanted.expand(35, 100))
 
 
 @pytest.mark.usefixtures("wide_tiles")
@@ -537,13 +574,17 @@ def test_kernels_compile_without_spills():
         )
         for pointer, (by_rows, by_columns, square), cast, blocks, warps in ways
     ]  # fmt: skip
-    back = KernelVariant(
-        "_mx_dequantize_kernel",
-        {"elements_ptr": "*u8", "scales_ptr": "*u8", "y_ptr": "*fp32", **sizes},
-        {**form, **tile, "BLOCKS": 4, "INFINITE_CODE": 0x80, "COLUMNS": False, "SQUARE": False},
-        aligned=aligned,
-    )
-    for done in compile_kernels("gem_precision.kernels.mx_quantize.kernel", [*forward, back]):
+    back = [
+        KernelVariant(
+            "_mx_dequantize_kernel",
+            {"elements_ptr": "*u8", "scales_ptr": "*u8", "y_ptr": pointer, **sizes},
+            {**form, **tile, "TO": to, "BLOCKS": 4, "INFINITE_CODE": 0x80, "COLUMNS": False,
+             "SQUARE": False},
+            aligned=aligned,
+        )
+        for pointer, to in (("*i32", "fp32"), ("*i16", "bf16"))
+    ]  # fmt: skip
+    for done in compile_kernels("gem_precision.kernels.mx_quantize.kernel", [*forward, *back]):
         assert done.stack_bytes == 0, done.variant
         assert "st.global.v" in done.ptx, done.variant
         # Flushed subnormals, or another rounding, would be other bytes.
@@ -564,6 +605,12 @@ def test_right_on_odd_sizes(shape):
     matrix = mx_quantize(x_TD.cuda(), impl="triton")
     expected = mx_dequantize(mx_quantize(x_TD))
     assert torch.equal(bits_of(mx_dequantize(matrix, impl="triton")), bits_of(expected))
+    for dtype in (torch.bfloat16, torch.float16):
+        narrow = mx_dequantize(matrix, dtype=dtype, impl="triton").cpu()
+        assert torch.equal(
+            narrow.view(torch.int16),
+            mx_dequantize(mx_quantize(x_TD), dtype=dtype).view(torch.int16),
+        )
 
 
 @pytest.mark.gpu

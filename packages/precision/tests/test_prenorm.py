@@ -1,9 +1,11 @@
 """A norm and its 8-bit linear map in one: what the two operators one after the other give."""
 
+from functools import partial
+
 import pytest
 import torch
 
-from gem_opkit.errors import ConfigError, DtypeError
+from gem_opkit.errors import ConfigError, DeviceError, DtypeError, ShapeError
 from gem_opkit.testing import (
     check_refuses,
     check_registration,
@@ -92,6 +94,15 @@ def test_refuses():
                 lambda: normed_quantized_linear(x_TD.double(), weight_FD, formats=FORMATS[0]),
                 DtypeError,
                 "x_TD must be fp32, bf16 or fp16",
+            ),
+            *(
+                (partial(normed_quantized_linear, x_TD, other, formats=formats), kind, said)
+                for formats in FORMATS[:2]
+                for other, kind, said in (
+                    (weight_FD[:, :32], ShapeError, "weight_FD has D=32 but x_TD has D=64"),
+                    (weight_FD.double(), DtypeError, "weight_FD must be fp32, bf16 or fp16"),
+                    (weight_FD.to("meta"), DeviceError, "weight_FD must be on cpu"),
+                )
             ),
         ]
     )

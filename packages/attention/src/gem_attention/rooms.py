@@ -9,7 +9,6 @@ is copied. Private to the package.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,10 +68,24 @@ def open_room(values_TGK: Tensor) -> Tensor | None:
         part of a new tensor, not written; None where the values have no room, and where the
         gradient is itself to be differentiated.
     """
-    room: Any = getattr(values_TGK, _ROOM, None)
-    if not isinstance(room, Room) or torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if not has_room(values_TGK):
         return None
-    if type(values_TGK) is not Tensor or values_TGK.numel() == 0:
-        return None
+    room = getattr(values_TGK, _ROOM)
     buffer = room.buffer = values_TGK.new_empty(room.shape)
     return buffer[:, room.first :]
+
+
+def has_room(values_TGK: Tensor) -> bool:
+    """Say whether `open_room` would open one; to be asked before what costs more to find out.
+
+    Args:
+        values_TGK: as the operator that is differentiated has kept them.
+
+    Returns:
+        False in a graph that is traced, too: its tensors are in name, their sizes unknown.
+    """
+    if not isinstance(getattr(values_TGK, _ROOM, None), Room):
+        return False
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    return type(values_TGK) is Tensor and values_TGK.numel() > 0

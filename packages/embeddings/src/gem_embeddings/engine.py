@@ -140,7 +140,7 @@ class TableEngine(nn.Module, ABC):
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether there are ``start_ahead`` and ``read_ahead``: nothing has to wait or travel."""
+        """Whether there are ``start_ahead`` and ``read_ahead``, since nothing has to travel."""
         return False
 
     @property
@@ -158,9 +158,9 @@ class TableEngine(nn.Module, ABC):
             what ``read_ahead`` and ``forward`` take.
 
         Raises:
-            UnsupportedError: not where ``reads_ahead`` is true.
+            UnsupportedError: not where ``starts_ahead`` is true.
         """
-        raise self._not_ahead("start_ahead")
+        raise self._not_ahead("start_ahead", "starts_ahead")
 
     def read_ahead(self, started: StartedLookup) -> None:
         """Read the rows of a started call before ``forward`` does, on the current stream.
@@ -173,14 +173,14 @@ class TableEngine(nn.Module, ABC):
         Raises:
             UnsupportedError: not where ``reads_ahead`` is true.
         """
-        raise self._not_ahead("read_ahead")
+        raise self._not_ahead("read_ahead", "reads_ahead")
 
-    def _not_ahead(self, call: str) -> UnsupportedError:
+    def _not_ahead(self, call: str, where: str) -> UnsupportedError:
         return UnsupportedError(
             refusal(
                 "tables",
                 call,
-                must="be called where reads_ahead is true",
+                must=f"be called where {where} is true",
                 got=f"{type(self).__name__} on {self.world.size} ranks",
                 fix="look rows up in the forward pass",
             )

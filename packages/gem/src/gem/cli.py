@@ -10,7 +10,7 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -207,21 +207,21 @@ def _terminate_by_exception() -> Iterator[None]:
 
 
 @contextmanager
-def _terminated_cleanly() -> Iterator[None]:
+def _terminated_cleanly(left: str = "nothing was written") -> Iterator[None]:
     """Have SIGTERM undo what is half written and end with a word and its own exit code."""
     try:
         with _terminate_by_exception():
             yield
     except _Terminated:
         if os.environ.get("RANK", "0") == "0":
-            typer.echo("terminated; nothing was written", err=True)
+            typer.echo(f"terminated; {left}", err=True)
         raise SystemExit(128 + signal.SIGTERM) from None
 
 
-def _end_early(what: str, reason: int) -> NoReturn:
+def _end_early(what: str, reason: int, more: Sequence[str] = ("--resume",)) -> NoReturn:
     """Say how to go on. Only a person's Ctrl-C is no success: all that was done is kept."""
-    words = [w for w in sys.argv[1:] if w != "--resume"]
-    command = shlex.join([*_this_program(), *words, "--resume"])
+    words = [w for w in sys.argv[1:] if w not in more]
+    command = shlex.join([*_this_program(), *words, *more])
     if os.environ.get("RANK", "0") == "0":
         typer.echo(f"{what}. Continue with:\n\n    {command}\n", err=True)
     raise SystemExit(128 + reason if reason == signal.SIGINT else 0)
@@ -649,7 +649,7 @@ def bench_step_of(  # noqa: PLR0913 - each is an option of the command
         endured = bench_endure(asked, rows=rows, told=told)
         if as_json:
             _print_json(endured.model_dump(mode="json"))
-        else:
+        elif os.environ.get("RANK", "0") == "0":
             typer.echo(endured_text(endured), nl=False)
         raise typer.Exit(0 if endured.finite else 1)
     report = bench_step(asked, out=out, svg=svg, rows=rows, told=told)
@@ -720,15 +720,19 @@ def bench_ablation_of(  # noqa: PLR0913 - each is an option of the command
         table,
         write_ablation,
     )
+    from gem.train.interrupt import Interrupted
 
     folder = out if out is not None else Path("runs") / "ablation" / config.name
     console = _console(as_json=True)
     asked = Ablation(
         recipe, tuple(picked), tuple(settings or ()), seeds_of(seeds), folder, jobs=jobs
     )
-    with _terminated_cleanly():
-        make = compared if finished else run_ablation
-        found = make(asked, lambda line: _say(console, line))
+    try:
+        with _terminated_cleanly("runs that have ended are kept"):
+            make = compared if finished else run_ablation
+            found = make(asked, lambda line: _say(console, line))
+    except Interrupted as stop:
+        _end_early(f"a run stopped after step {stop.step}", stop.reason, more=())
     write_ablation(found, folder, rows)
     if as_json:
         _print_json({"rows": found})
@@ -800,11 +804,17 @@ def scaling(
     from gem.scaling.ladder import climb
     from gem.scaling.picture import law_words
     from gem.scaling.read import read_ladder
+    from gem.train.interrupt import Interrupted
 
     def tell(line: str) -> None:
         typer.echo(line, err=as_json)
 
-    found = climb(read_ladder(asked), out, device=device, jobs=jobs, told=tell)
+    spec = read_ladder(asked)
+    try:
+        with _terminated_cleanly("rungs that have ended are kept"):
+            found = climb(spec, out, device=device, jobs=jobs, told=tell)
+    except Interrupted as stop:
+        _end_early(f"a rung stopped after step {stop.step}", stop.reason, more=())
     if as_json:
         _print_json(found)
         return

@@ -1,6 +1,7 @@
 """`gem bench ablation`: what is trained, that it goes on, and what the table says."""
 
 import json
+import signal
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from gem.cli import app
 from gem.config import load_recipe, shipped_recipes
 from gem.model.spec import GemSpec
 from gem.report.paired import paired_bootstrap, row_losses
+from gem.train.interrupt import Interrupted, StopRequest
 from gem_opkit.errors import ConfigError, DataError, UnsupportedError
 
 
@@ -44,6 +46,35 @@ def test_every_variant_of_every_recipe_is_a_model_of_its_own(name):
     assert len({v.name for v in found}) == len(found)
 
 
+STREAMS_WITH_LAYERS = [
+    ("model.preset=interformer",),
+    ("model.preset=wukong",),
+    ("model.preset=transformer", "model.stream.full_layers=[1]"),
+    ('model.layers=["transformer", "interaction"]', "model.streams.clicks.layers=[1]"),
+]
+
+
+@pytest.mark.parametrize("settings", STREAMS_WITH_LAYERS, ids=str)
+def test_streams_that_name_their_layers_take_part_in_the_last_one(settings):
+    found = variants_of(load_recipe("synthetic-debug", settings))
+    (alone,) = (v for v in found if v.name == "last layer alone")
+    model = load_recipe("synthetic-debug", [*settings, *alone.settings]).model
+    assert len(model.layers) == 1
+    assert all(own.layers in (None, (0,)) for own in (model.stream, *model.streams.values()))
+
+
+def test_a_variant_that_the_recipe_does_not_allow_is_named_before_any_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(ablation, "train", None)
+    recipe = tmp_path / "mine.toml"
+    layers = "[model.streams.clicks]\nlayers = [2]\n"
+    recipe.write_text('base = "synthetic-debug"\n[model]\nlayers = ["interaction", "interaction", '
+                      '"interaction"]\n' + layers)  # fmt: skip
+    picked = tuple(chosen(variants_of(load_recipe(str(recipe))), ["dlrm"]))
+    asked = Ablation(str(recipe), picked, (), (1,), tmp_path / "runs")
+    with pytest.raises(ConfigError, match=r"variant 'dlrm': .*--only trains others"):
+        run_ablation(asked, lambda line: None)
+
+
 def test_names_and_elements_choose():
     found = variants_of(load_recipe("synthetic-debug"))
     picked = chosen(found, ["pooling", "wukong"])
@@ -66,6 +97,43 @@ def test_a_file_of_other_content_is_refused(text, tmp_path):
         read_variants(path)
     with pytest.raises(ConfigError, match="--variants must be a file"):
         read_variants(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize("names", [("a b", "A-b"), ("Base!",), ("+",)])
+def test_names_of_one_folder_are_refused(names, tmp_path):
+    path = tmp_path / "variants.toml"
+    path.write_text("[variants]\n" + "".join(f'"{name}" = []\n' for name in names))
+    with pytest.raises(ConfigError, match="must have names that differ in letters or digits"):
+        read_variants(path)
+
+
+@pytest.mark.parametrize(
+    ("value", "sign", "text"),
+    [
+        (0.8, False, ".8000"),
+        (10.25, False, "10.2500"),
+        (-0.1, True, "-.1000"),
+        (0.0, True, "+.0000"),
+    ],
+)
+def test_a_figure_loses_its_leading_zero_and_no_other(value, sign, text):
+    assert ablation._figure(value, sign=sign) == text
+
+
+def test_one_run_at_a_time_hears_ctrl_c(trained, monkeypatch, tmp_path):
+    asked, _, _ = trained
+    ran: list[Path] = []
+
+    def interrupted(config, folder, **_):
+        ran.append(folder)
+        with StopRequest() as stop:
+            signal.raise_signal(signal.SIGINT)
+            raise Interrupted(stop.reason(), 1)
+
+    monkeypatch.setattr(ablation, "train", interrupted)
+    with pytest.raises(Interrupted, match="stopped by signal 2 after step 1"):
+        run_ablation(replace(asked, out=tmp_path), lambda line: None)
+    assert len(ran) == 1
 
 
 @pytest.mark.parametrize("text", ["", "1,1", "1,x", "-1", "1;2"])
@@ -128,21 +196,31 @@ def test_finished_runs_are_kept_and_other_settings_refused(trained, monkeypatch)
         run_ablation(more, told.append)
 
 
+class Process:
+    """Stands for a process that has ended with a code, and has said something."""
+
+    def __init__(self, returncode, said=""):
+        self.returncode, self.said = returncode, said
+
+    def communicate(self):
+        return None, self.said
+
+
 def test_several_at_a_time_are_processes_of_their_own(trained, monkeypatch, tmp_path, data_root):
     asked, _, _ = trained
     several = replace(asked, out=tmp_path, jobs=2)
     commands: list[list[str]] = []
 
-    def run(command, **_):
+    def process(command, **_):
         commands.append(command)
         folder = Path(command[command.index("--out") + 1])
         if folder == several.folder(several.variants[1], 2):
-            return SimpleNamespace(returncode=2, stderr="error: out of luck")
+            return Process(2, "error: out of luck")
         folder.mkdir(parents=True)
         (folder / "summary.json").write_text("{}")
-        return SimpleNamespace(returncode=0, stderr="")
+        return Process(0)
 
-    monkeypatch.setattr(ablation.subprocess, "run", run)
+    monkeypatch.setattr(ablation.subprocess, "Popen", process)
     message = r"without GDPA, seed 2 must train to its end; got exit code 2: error: out of luck"
     with pytest.raises(DataError, match=message):
         run_ablation(several, lambda line: None)

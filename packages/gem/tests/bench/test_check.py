@@ -17,6 +17,7 @@ from gem.bench.rows import write_check, write_endured
 from gem.planning.schema import declared_schema
 from gem_opkit.errors import UnsupportedError
 from gem_parallel.launch import World
+from gem_parallel.testing import run_ranks
 
 ASKED = Asked("synthetic-debug", settings=("train.dense.lr=1e-2",), examples=64, steps=20)
 
@@ -105,6 +106,30 @@ def test_a_long_run_stays_finite_or_says_where_not(tmp_path, monkeypatch):
     assert (bad.finite, bad.said, bad.steps) == (False, "the loss of step 5 is nan", 8)
     assert bad.loss_last is None
     assert endured_text(bad).endswith("the loss of step 5 is nan\n")
+
+
+def endure_on_a_rank(world):
+    """One rank's batch of step 2 has a NaN; a rank that went on alone would wait for ever."""
+    gem.bench.endure._EVERY = 2
+    drawn: list[tuple[int, int]] = []
+
+    def spoilt(config, schema, number):
+        batch = planted_batch(config, schema, number)
+        drawn.append((number, batch.examples))
+        batch.numbers_BD[0] = float("nan") if number == 5 else 0.0
+        return batch
+
+    gem.bench.endure.planted_batch = spoilt
+    asked = replace(ASKED, plan=("replicate=2", "table_replicate=2"), examples=8, steps=10)
+    return endure(asked, world).model_dump(exclude={"seconds"}), drawn[:3]
+
+
+def test_ranks_of_a_long_run_have_batches_of_their_own_and_end_together():
+    (first, drawn), (second, others) = run_ranks(endure_on_a_rank, 2)
+    assert first == second
+    assert (first["finite"], first["steps"], first["examples"]) == (False, 4, 16)
+    assert first["said"] == "the loss of step 2 is nan"
+    assert (drawn, others) == ([(0, 8), (2, 8), (4, 8)], [(1, 8), (3, 8), (5, 8)])
 
 
 @pytest.mark.gpu

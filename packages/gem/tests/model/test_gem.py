@@ -11,6 +11,7 @@ from gem.data.batch import ExampleBatch
 from gem.model.build import build_model
 from gem.model.heads import multi_task_loss
 from gem.model.spec import GemSpec
+from gem.model.structure import reduce_schema
 from gem_opkit.errors import ConfigError, DataError
 
 SMALL = {
@@ -344,6 +345,8 @@ def test_a_star_leaves_out_all_inputs_that_it_fits():
     starred = model_of({"leave_out": ["*a*e", "clicks.*[ep]*"], "stream": {"gap_buckets": 8}})
     assert starred.schema.numbers == ("count",)  # age and rate are gone, and so is no other
     assert starred.schema.streams[0].numbers == named.schema.streams[0].numbers == ()
+    odd = SCHEMA.model_copy(update={"numbers": ("a[1]", "a1")})
+    assert reduce_schema(odd, ("a[1]",)).numbers == ("a1",)  # a name means itself first
     with pytest.raises(ConfigError, match=r"leave_out must name inputs.*got \*price"):
         model_of({"leave_out": ["*price"]})  # fields of events are named with their stream
 

@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import signal
 
 import pytest
 from typer.testing import CliRunner
@@ -13,7 +15,8 @@ from gem.scaling import ladder, picture
 from gem.scaling.read import ladders_of, read_ladder, shipped_ladders
 from gem.scaling.rung import RungJob, planted_schema, train_rung
 from gem.scaling.spec import PlantedSpec, ScalingSpec
-from gem_opkit.errors import ConfigError, MeasurementError, UnsupportedError
+from gem.train.interrupt import Interrupted
+from gem_opkit.errors import ConfigError, DataError, MeasurementError, UnsupportedError
 
 BASE = str(shipped_ladders()["planted"].parent / "planted-base.toml")
 SMALL = (
@@ -118,7 +121,7 @@ def test_the_pictures_show_every_rung_and_the_band(trained, tmp_path):
     assert page.count('<svg class="plot wide') == page.count('<svg class="plot narrow') == 1
     for line in picture.law_words(found):
         assert line in page
-    assert "<script" not in page
+    assert "<script" not in page and "The line is the law" in page
 
 
 def test_seeds_are_averaged(trained, tmp_path):
@@ -157,6 +160,50 @@ def test_a_rung_that_fails_in_its_process_is_named_and_others_are_kept(
     assert len(list((out / "rungs").iterdir())) == 6
     monkeypatch.setattr(Process, "start", lambda self: self.target(*self.args))
     assert len(ladder.climb(spec(), out, jobs=3)["rungs"]) == 7
+
+
+@pytest.mark.parametrize("ne", [None, math.nan, math.inf])
+def test_a_rung_without_an_ne_is_refused_and_not_kept(trained, tmp_path, monkeypatch, ne):
+    there = ladder.train_rung
+    monkeypatch.setattr(ladder, "train_rung", lambda job: there(job) | {"ne": {"click": ne}})
+    with pytest.raises(DataError, match=r"together\.4\.seed-1 must have an NE.*none for click"):
+        ladder.climb(spec(), tmp_path / "out")
+    assert not list((tmp_path / "out/rungs").iterdir())
+
+
+def test_a_stop_is_told_in_a_line_and_how_to_go_on(trained, tmp_path, monkeypatch):
+    """A run in this process hears the signal itself; amid a planted rung it ends the command."""
+    file = tmp_path / "ladder.toml"
+    file.write_text(
+        'recipe = "synthetic-debug"\n[[ladders]]\nname = "a"\nrungs = [{ name = "1" }]\n'
+    )
+    asked = ["scaling", str(file), "--out", str(tmp_path / "out")]
+    runner = CliRunner()
+
+    def heard(job):
+        raise Interrupted(signal.SIGTERM, 7)
+
+    monkeypatch.setattr(ladder, "train_rung", heard)
+    said = runner.invoke(app, asked, obj=faults.Asked())
+    assert said.exit_code == 0, said.output
+    assert "a rung stopped after step 7. Continue with:" in said.stderr
+    assert "--resume" not in said.stderr
+
+    monkeypatch.setattr(ladder, "train_rung", lambda job: os.kill(os.getpid(), signal.SIGTERM))
+    said = runner.invoke(app, asked, obj=faults.Asked())
+    assert said.exit_code == 128 + signal.SIGTERM
+    assert said.stderr == "terminated; rungs that have ended are kept\n"
+
+
+@pytest.mark.parametrize("stop", [Interrupted(signal.SIGTERM, 7), KeyboardInterrupt()])
+def test_a_stopped_process_shows_no_traceback(monkeypatch, tmp_path, stop):
+    def train(job):
+        raise stop
+
+    monkeypatch.setattr(ladder, "train_rung", train)
+    with pytest.raises(SystemExit) as ending:
+        ladder._apart(next(iter(ladder._jobs(spec(), tmp_path, "cpu"))), tmp_path / "x.json")
+    assert ending.value.code == 1
 
 
 def test_a_planted_rung_is_trained(tmp_path):
@@ -199,6 +246,7 @@ def test_a_ladder_on_data_is_reported_without_a_law(tmp_path):
         said = CliRunner().invoke(app, asked, obj=faults.Asked())
     assert said.exit_code == 0, said.output
     assert "No law is fitted" in said.output
+    assert "The line is the law" not in (out / "report.html").read_text()
     (rung,) = json.loads((out / "scaling.json").read_text())["rungs"]
     assert set(rung["ne"]) == {"click", "conversion"}
     assert rung["flops_per_example"] > 0
@@ -219,6 +267,9 @@ def test_shipped_ladders_can_be_climbed():
     [
         ({"law": "width"}, "law must name a ladder"),
         ({"source": "data"}, "no law is claimed"),
+        ({"seeds": [2, 1, 2]}, "seeds must be different; got 2, 1, 2"),
+        ({"seeds": [-1]}, "greater than or equal to 0"),
+        ({"seeds": []}, "at least 1 item"),
         ({"ladders": [{"name": "together", "rungs": RUNGS[:3]}]}, "at least 4 rungs"),
         ({"ladders": [{"name": "a", "rungs": [RUNGS[0]] * 2}], "law": None}, "different names"),
     ],

@@ -5,11 +5,13 @@ import torch
 
 from gem.config import load_recipe
 from gem.model.flops import batch_flops
+from gem.scaling import rung
 from gem.scaling.planted import PlantedWorld
 from gem.scaling.read import shipped_ladders
 from gem.scaling.rung import RungJob, flops_of_lengths, planted_flops, planted_schema
 from gem.scaling.spec import PlantedSpec
-from gem_opkit.errors import ConfigError
+from gem_opkit.errors import ConfigError, UnsupportedError
+from gem_parallel.launch import World
 
 BASE = str(shipped_ladders()["planted"].parent / "planted-base.toml")
 WORLD = PlantedSpec(items=500, latents=4, max_events=40, signal=1.5)
@@ -99,6 +101,11 @@ def test_flops_are_known_before_a_rung_is_run_to_the_last_one():
     settings = ("train.batch_examples=32", 'model.layers=["transformer","interaction"]', CONTENT)
     job = RungJob("a", "b", BASE, settings, 1, WORLD, 3 * 32, 32, "cpu", None)
     assert planted_flops(job) == wanted / 96
+
+
+def test_a_world_is_drawn_for_one_rank():
+    with pytest.raises(UnsupportedError, match="must be trained by one process; got 2 ranks"):
+        rung._refuse_ranks(World(rank=1, size=2))
 
 
 @pytest.mark.parametrize(

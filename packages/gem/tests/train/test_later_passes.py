@@ -77,6 +77,17 @@ def test_reset_tables_begin_anew_and_a_resumed_run_draws_the_same(
         assert again[period] == whole[period]
 
 
+def test_a_model_without_tables_has_none_to_draw(tiny, data_root, tmp_path):
+    no_ids = (
+        "model.experts.count=1",
+        'data.inputs=["price"]',
+        "data.streams={}",
+        "data.statistics=[]",
+    )
+    config = tiny(*TWICE, *no_ids, "train.later_passes=reset_tables")
+    assert train(config, tmp_path, data_root=data_root)["steps"] == 2 * STEPS
+
+
 @pytest.mark.parametrize("option", ["freeze_tables", "reset_tables"])
 def test_one_pass_has_no_later_one(tiny, option):
     with pytest.raises(ConfigError, match="later_passes must come with passes of at least 2"):

@@ -81,11 +81,13 @@ def test_block_fp8_leaves_small_layers_in_bf16(tiny, data_root):
 
 def test_layers_of_examples_have_a_row_an_example(tiny, data_root):
     """What block FP8 goes by in the experts' MLPs, whose rows a batch bounds."""
-    config = tiny(*SMALL, 'model.experts.projection="attentive"')
+    kinds = 'model.experts.kinds=["wukong", "cross", "dot", "mlp"]'
+    experts = ("model.experts.count=4", kinds, 'model.experts.partition="all"')
+    config = tiny(*SMALL, 'model.experts.projection="attentive"', *experts)
     _, step = steps_of(config, data_root, count=0)
     named = example_layers(step.model)
-    assert "layers.0.experts.experts.0.factorise.mlp" in named
-    assert "layers.0.experts.experts.0.factorise.make_y.mlp" in named
+    parts = ("0.factorise.mlp", "0.factorise.make_y.mlp", "1.cross", "2.mlp", "3.mlp")
+    assert {f"layers.0.experts.experts.{part}" for part in parts} < set(named)
     seen = {}
 
     def note(name):

@@ -89,14 +89,16 @@ class DenseParallel:
         """The L2 norm of each gradient that this rank holds, for `grad_norm` and other readers.
 
         Returns:
-            fp32 scalars in the order of `local_gradients`, which are read once.
+            scalars in the order of `local_gradients`, which are read once; fp32, or as wide as the
+            gradient.
         """
         gradients = self.local_gradients()
         found: dict[int, Tensor] = {}
         # A list of one dtype is few launches.
         for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
             places = [i for i, gradient in enumerate(gradients) if gradient.dtype == dtype]
-            norms = torch._foreach_norm([gradients[i] for i in places], 2.0, dtype=torch.float32)
+            kind = torch.promote_types(dtype, torch.float32)  # bf16 would round the norm to 8 bits
+            norms = torch._foreach_norm([gradients[i] for i in places], 2.0, dtype=kind)
             found |= dict(zip(places, norms, strict=True))
         return [found[place] for place in range(len(gradients))]
 
@@ -113,12 +115,14 @@ class DenseParallel:
             scalar of the parameters' dtype on the world's device, the same on every rank; no host
             waits for it.
 
-        Numerics: squares of the norms of single tensors are added in float64.
+        Numerics: squares of the norms of single tensors are added in float64 where parameters are
+            cut, else in the dtype of the norms.
         """
+        norms = self.norms() if norms is None else norms
         if self._sharding is None:
             if norms:
                 return torch.linalg.vector_norm(torch.stack(list(norms)))
-            return nn.utils.get_total_norm(self.local_gradients())
+            return nn.utils.get_total_norm([])
         # Each gradient is counted by one rank of a replica: copies by its first rank, copies of an
         # expert by the first that keeps them.
         first = self._sharding.meshes
@@ -135,12 +139,7 @@ class DenseParallel:
         any_of_them = next(iter(self.parameters.values()))
         squares = torch.zeros((), dtype=torch.float64, device=any_of_them.device)
         if counted:
-            if norms is None:
-                gradients = self.local_gradients()
-                norms = torch._foreach_norm([gradients[i] for i in counted])
-            else:
-                norms = [norms[i] for i in counted]
-            squares = torch.stack(list(norms)).double().square().sum()
+            squares = torch.stack([norms[i] for i in counted]).double().square().sum()
         dist.all_reduce(squares, group=first.inner)
         return squares.sqrt().to(any_of_them.dtype)
 

@@ -41,7 +41,8 @@ class World:
 
     Attributes:
         rank: number of this rank, 0 <= rank < size.
-        size: number of ranks; 1 means that no process group exists and none is needed.
+        size: number of ranks; 1 means that no process group is needed, and none exists but for
+            ``way``.
         device: device of this rank.
         way: axis of the dense plan whose way a single rank goes, with a process group of its own,
             though nothing has to be cut or sent: for tests and measurements of what several ranks

@@ -8,6 +8,7 @@ shards are whole blocks. It knows no mesh.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -202,6 +203,7 @@ def gather_layers_in_8_bits(
     """
     names: list[str] = []
     kept: dict[str, str] = {}
+    readers = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     for name, own in formats.items():
         if "fp8_block" not in (own.forward, own.input_gradient):
             continue
@@ -209,6 +211,8 @@ def gather_layers_in_8_bits(
         ranks = parts(name, layer.weight.numel())
         if own.forward != own.input_gradient:
             kept[name] = f"its other product is in {own.forward} or {own.input_gradient}"
+        elif readers[id(layer.weight)] > 1:
+            kept[name] = "it is another layer's weight too"
         elif ranks == 1:
             kept[name] = "whole on every rank"
         elif layer.out_features % (ranks * WIDE_BLOCK):

@@ -1,8 +1,8 @@
 """A norm and the 8-bit linear map behind it: the norm is quantised where it is computed.
 
-The normalised tokens are never in memory in 16 bits. MXFP8 keeps their bytes along tokens for the
-gradient of the weight; where that product is in bf16 the norm is formed again in the backward, from
-its input. Left out: dropout, and what is added behind a norm.
+Where that is one pass, the normalised tokens are never in memory in 16 bits. MXFP8 keeps their
+bytes along tokens for the gradient of the weight; where that product is in bf16 the norm is formed
+again in the backward, from its input. Left out: dropout, and what is added behind a norm.
 """
 
 from typing import Any
@@ -20,8 +20,8 @@ from gem_precision.kernels.norm_quantize.op import (
     norm_quantize,
     norm_quantize_both,
 )
-from gem_precision.kernels.quantized_linear.op import check_formats
-from gem_precision.kernels.row_norm.op import layer_norm, rms_norm
+from gem_precision.kernels.quantized_linear.op import check_formats, check_operands
+from gem_precision.kernels.row_norm.op import WIDEST, layer_norm, rms_norm
 
 _OP = "normed_quantized_linear"
 
@@ -127,7 +127,8 @@ def normed_quantized_linear(
         before_TD: added first; dtype and shape of x.
         gain_D: a gain for each column.
         eps: added to the mean square or the variance, above 0.
-        impl: who computes it; see ``gem_opkit.impl``.
+        impl: who computes it; see ``gem_opkit.impl``. ``auto`` gives rows of more than 16,384
+            elements to the reference.
 
     Returns:
         y_TF in the dtype of x; differentiable once, by all four tensors.
@@ -140,7 +141,8 @@ def normed_quantized_linear(
     Numerics: output and gradients of the norm and ``quantized_linear`` one after the other; the
         bytes of the normalised rows are the same, sums of the weight's gradient in MXFP8 may have
         another order.
-    Cost: the norm and its quantising are one pass, which writes a byte an element, or two.
+    Cost: the norm and its quantising are one pass, but where ``norm_quantize`` takes two kernels;
+        it writes a byte an element, or two.
     Source: Meta's GEM training article, for quantising activations inside the norm before them.
     """
     if formats.forward == "bf16":
@@ -148,7 +150,10 @@ def normed_quantized_linear(
             refusal(_OP, "formats.forward", must="be below bf16", got="bf16",
                     fix="use rms_norm or layer_norm, and a linear layer")
         )  # fmt: skip
-    chosen = resolve_impl(impl, x_TD.device, _OP, has_triton=True)
+    check_operands(_OP, x_TD, weight_FD)
+    # Of wider rows there is no norm in a kernel; asked for by name, its own message refuses them.
+    has_triton = impl == "triton" or x_TD.shape[1] <= WIDEST
+    chosen = resolve_impl(impl, x_TD.device, _OP, has_triton=has_triton)
     if chosen == "triton":
         check_formats(formats, x_TD.device)
     return _NormedQuantizedLinear.apply(

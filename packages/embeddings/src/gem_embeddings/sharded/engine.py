@@ -213,7 +213,7 @@ class TorchTables(TableEngine):
     def start_ahead(self, ids: Mapping[str, Jagged]) -> Started:
         """Start a call of a step that is yet to come; see ``TableEngine``."""
         if not self.starts_ahead:
-            raise self._not_ahead("start_ahead")
+            raise self._not_ahead("start_ahead", "starts_ahead")
         counts = self._features.counts
         before = counts.set_aside()
         try:
@@ -228,7 +228,7 @@ class TorchTables(TableEngine):
     def read_ahead(self, started: StartedLookup) -> None:
         """Read the rows of a started call before ``forward`` does; see ``TableEngine``."""
         if not self.reads_ahead or not isinstance(started, Started):
-            raise self._not_ahead("read_ahead")
+            raise self._not_ahead("read_ahead", "reads_ahead")
         if started.parts is not None:  # else it goes the long way, which reads in ``forward``
             weights = cast("Direct", self._direct).weights(started.request, started.parts)
             started.pooled = self.pool(started.parts, weights, rounds=self._rounds)

@@ -11,12 +11,12 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gem.bench.variants import BASE, Variant
+from gem.children import Children, threads_of
 from gem.config import RunConfig, load_recipe
 from gem.data.prepare import provide
 from gem.report.paired import Losses, paired_bootstraps, task_losses
@@ -60,8 +60,7 @@ class Ablation:
 
     def folder(self, variant: Variant, seed: int) -> Path:
         """Folder of a run."""
-        name = re.sub(r"[^A-Za-z0-9]+", "-", variant.name).strip("-").lower()
-        return self.out / name / f"seed-{seed}"
+        return self.out / variant.folder / f"seed-{seed}"
 
     def command(self, variant: Variant, seed: int) -> list[str]:
         """The command line that trains a run alone."""
@@ -114,13 +113,16 @@ def run_ablation(asked: Ablation, told: Callable[[str], None]) -> list[dict[str,
     Raises:
         ConfigError: a variant that the recipe does not allow, or a folder of other runs.
         DataError: a run failed.
+        Interrupted: a signal came amid a run of this process; it goes on when called again.
     """
     wanted = [(variant, seed) for variant in asked.variants for seed in asked.seeds]
-    configs = {(v.name, s): asked.config(v, s) for v, s in wanted}  # refused before any run
+    configs = {(v.name, s): _config(asked, v, s) for v, s in wanted}  # refused before any run
     for variant, seed in wanted:
         config = configs[variant.name, seed]
         check_folder(config, asked.folder(variant, seed), resume=True)
     missing = [(v, s) for v, s in wanted if not (asked.folder(v, s) / _SUMMARY).is_file()]
+
+    children = Children()
 
     def one(work: tuple[Variant, int]) -> None:
         variant, seed = work
@@ -129,27 +131,42 @@ def run_ablation(asked: Ablation, told: Callable[[str], None]) -> list[dict[str,
             config = configs[variant.name, seed]
             train(config, folder, resume=True, data_root=asked.data_root)
         else:
-            _train_apart(asked, variant, seed)
+            _train_apart(asked, variant, seed, children)
         told(f"{variant.name}, seed {seed}: trained")
 
     told(f"{len(wanted)} runs, {len(missing)} of them to be trained")
     for variant, seed in missing:  # made once, and not by several runs at a time
         provide(configs[variant.name, seed].data, asked.data_root)
-    with ThreadPoolExecutor(asked.jobs) as pool:
-        list(pool.map(one, missing))
+    if asked.jobs == 1:  # here, as a run hears Ctrl-C in the main thread alone
+        for work in missing:
+            one(work)
+    else:
+        with threads_of(children, asked.jobs) as pool:
+            list(pool.map(one, missing))
     return compared(asked, told)
 
 
-def _train_apart(asked: Ablation, variant: Variant, seed: int) -> None:
+def _config(asked: Ablation, variant: Variant, seed: int) -> RunConfig:
+    try:
+        return asked.config(variant, seed)
+    except ConfigError as fault:
+        if variant.name == BASE:
+            raise
+        raise ConfigError(f"variant {variant.name!r}: {fault}; --only trains others") from None
+
+
+def _train_apart(asked: Ablation, variant: Variant, seed: int, children: Children) -> None:
     command = asked.command(variant, seed)
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    done = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    with children.running(done):
+        _, said = done.communicate()
     if done.returncode or not (asked.folder(variant, seed) / _SUMMARY).is_file():
         raise DataError(
             refusal(
                 "gem bench ablation",
                 f"{variant.name}, seed {seed}",
                 must="train to its end",
-                got=f"exit code {done.returncode}: {done.stderr.strip()[-_LOG_CHARACTERS:]}",
+                got=f"exit code {done.returncode}: {said.strip()[-_LOG_CHARACTERS:]}",
                 fix="mend it and run the command again; finished runs are kept",
             )
         )
@@ -310,4 +327,5 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def _figure(value: float, *, sign: bool = False) -> str:
-    return f"{value:{'+' if sign else ''}.4f}".replace("0.", ".", 1)
+    # A zero before the point is left out, and no digit of a larger number.
+    return re.sub(r"^([+-]?)0\.", r"\1.", f"{value:{'+' if sign else ''}.4f}")

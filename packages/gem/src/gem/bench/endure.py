@@ -14,7 +14,6 @@ from pydantic import Field
 
 from gem.bench.check import planted_batch
 from gem.bench.measure import Asked, recipe_of
-from gem.config import RunConfig
 from gem.data.batch import ExampleBatch
 from gem.data.schema import BatchSchema
 from gem.dry_run.build import build_step
@@ -26,6 +25,7 @@ from gem.train.loop_state import LoopState
 from gem_opkit.ceilings import device_name
 from gem_opkit.contract import Contract
 from gem_opkit.impl import auto_means
+from gem_parallel.collectives import all_reduce_sum
 from gem_parallel.launch import World
 
 # Steps between two looks at the losses; a look waits for the device.
@@ -58,10 +58,10 @@ def endure(
     Args:
         asked: recipe, settings, examples of a rank, impl, and how many steps.
         world: the ranks.
-        told: called now and then with what is done.
+        told: called now and then with what is done, on every rank.
 
     Returns:
-        the report.
+        the report, with the losses of all ranks' examples.
     """
     config = recipe_of(asked, world)
     schema = declared_schema(config, op="gem bench step")
@@ -72,13 +72,14 @@ def endure(
         step = build_step(config, schema, world, total_steps=asked.steps, clock=clock, guard=guard)
         told("model")
         began = time.perf_counter()
-        batches = pinned(_drawn(config, schema, asked.steps), world.device)
+        batches = pinned(_drawn(asked, schema, world), world.device)
         for number, arrived in enumerate(copied_ahead(batches, world.device, step.ahead.stream)):
             if arrived.following is not None:
                 step.expect(arrived.following)
             losses.append(step(arrived.there, number).loss)
             if (number + 1) % _EVERY == 0 or number + 1 == asked.steps:
-                values += torch.stack(losses).double().tolist()
+                # Of all ranks, so that all go on or none.
+                values += all_reduce_sum(torch.stack(losses).double(), world).tolist()
                 losses.clear()
                 seconds = time.perf_counter() - began
                 told(f"{number + 1} steps in {seconds:.1f} s, loss {values[-1]:.4f}")
@@ -101,9 +102,11 @@ def endure(
     )
 
 
-def _drawn(config: RunConfig, schema: BatchSchema, steps: int) -> Iterator[ExampleBatch]:
-    for number in range(steps):
-        yield planted_batch(config, schema, number)
+def _drawn(asked: Asked, schema: BatchSchema, world: World) -> Iterator[ExampleBatch]:
+    """Batches of this rank; every rank has others."""
+    own = recipe_of(asked, World())
+    for number in range(asked.steps):
+        yield planted_batch(own, schema, number * world.size + world.rank)
 
 
 def _finite_mean(values: list[float]) -> float | None:

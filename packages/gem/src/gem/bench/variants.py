@@ -4,6 +4,7 @@ A variant is a name and the settings that make it, so that anybody can train it 
 ``gem train RECIPE --set ...``. Imports no torch.
 """
 
+import re
 import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,11 @@ class Variant:
     name: str
     element: str
     settings: tuple[str, ...] = ()
+
+    @property
+    def folder(self) -> str:
+        """Name of the folder of its runs: the letters and digits of its own."""
+        return re.sub(r"[^A-Za-z0-9]+", "-", self.name).strip("-").lower()
 
 
 def variants_of(config: RunConfig) -> list[Variant]:
@@ -79,7 +85,10 @@ def variants_of(config: RunConfig) -> list[Variant]:
     text = config.to_toml()
     for name in shipped_presets():
         settings = (f"model.preset={name}",)
-        other = parse_recipe(text, name=config.name, origin=config.name, overrides=settings)
+        try:
+            other = parse_recipe(text, name=config.name, origin=config.name, overrides=settings)
+        except ConfigError:  # a stream names a layer that it has not; told where it is trained
+            other = None
         if other != config:
             found.append(Variant(name, "published model", settings))
     return found
@@ -126,9 +135,16 @@ def _of_layers(spec: GemSpec) -> list[Variant]:
 
     if set(spec.layers) != {"both"}:
         add("without computation skip", "computation skip", ["both"] * len(spec.layers))
-    if len(spec.layers) > 1:
-        gone = ("model.stream.full_layers=[]",) if spec.stream.full_layers else ()
-        add("last layer alone", "layers", spec.layers[-1:], *gone)
+    if len(spec.layers) > 1 and spec.layers[-1] != "transformer":
+        # Streams that name their layers take part in the one that is left.
+        moved: list[str] = []
+        for key, own in (
+            ("stream", spec.stream),
+            *((f"streams.{n}", s) for n, s in spec.streams.items()),
+        ):
+            moved += [f"model.{key}.full_layers=[]"] if own.full_layers else []
+            moved += [f"model.{key}.layers=[0]"] if own.layers else []
+        add("last layer alone", "layers", spec.layers[-1:], *moved)
     add("twice the layers", "layers", spec.layers * 2)
     return found
 
@@ -174,6 +190,19 @@ def read_variants(path: Path) -> list[Variant]:
             )
         )
     own = [Variant(name, "", tuple(settings)) for name, settings in table.items()]
+    taken = {BASE}
+    for variant in own:
+        if not variant.folder or variant.folder in taken:
+            raise ConfigError(
+                refusal(
+                    str(path),
+                    "variants",
+                    must="have names that differ in letters or digits, as their folders do",
+                    got=repr(variant.name),
+                    fix="rename it",
+                )
+            )
+        taken.add(variant.folder)
     return [Variant(BASE, BASE), *own]
 
 

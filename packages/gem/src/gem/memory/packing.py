@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gem_parallel.recompute.packing import Packing
-from gem_precision.ops import mx_quantize
+from gem_precision.ops import MxMatrix, mx_dequantize, mx_quantize
 
 BLOCK = 32
 # Magnitudes of E2M1, and the middles between them.
@@ -55,15 +55,11 @@ class Fp8Packing:
             dtype: that it had.
 
         Returns:
-            the matrix; in bf16 and fp32 exactly the packed numbers, in fp16 rounded once.
+            the matrix; in bf16 and fp32 exactly the packed numbers, in fp16 rounded once; cut at
+            the largest of its dtype.
         """
         elements_TD, scales = packed
-        rows, width = elements_TD.shape
-        # bf16 has the range of the scales; an 8-bit number has at most four digits.
-        wide = torch.float32 if dtype == torch.float16 else dtype
-        x_TD = elements_TD.view(torch.float8_e4m3fn).to(wide)
-        x_TD.view(rows, width // BLOCK, BLOCK).mul_(_powers(scales, wide)[..., None])
-        return x_TD.to(dtype)
+        return mx_dequantize(MxMatrix(elements_TD, scales, "e4m3", "rows"), dtype=dtype)
 
 
 class Fp4Packing:

@@ -7,6 +7,7 @@ from torch import nn
 
 from gem.data.schema import BatchSchema
 from gem.model.din import DinModel
+from gem.model.expert_kinds import CrossExpert, DotExpert, MlpExpert
 from gem.model.gem import GemLayer, GemModel
 from gem.model.interaction import AttentiveProjection, ExpertMixture, FactorisationBlock
 from gem.model.spec import DinSpec, GemSpec
@@ -130,7 +131,7 @@ def expert_mixtures(model: nn.Module) -> list[str]:
 
 
 def example_layers(model: nn.Module) -> list[str]:
-    """Name the submodules whose linear layers have one row an example: MLPs of experts, heads.
+    """Name the submodules whose linear layers have one row an example: in experts, and heads.
 
     Args:
         model: from `build_model`.
@@ -138,9 +139,13 @@ def example_layers(model: nn.Module) -> list[str]:
     Returns:
         qualified names.
     """
-    kinds = FactorisationBlock | AttentiveProjection
-    blocks = [name for name, part in model.named_modules() if isinstance(part, kinds)]
-    return ["heads", *(f"{name}.mlp" for name in blocks)]
+    found = ["heads"]
+    for name, part in model.named_modules():
+        if isinstance(part, FactorisationBlock | AttentiveProjection | DotExpert | MlpExpert):
+            found.append(f"{name}.mlp")
+        elif isinstance(part, CrossExpert):
+            found.append(f"{name}.cross")
+    return found
 
 
 def late_layers(model: nn.Module) -> list[str]:

@@ -63,10 +63,11 @@ class _Join(torch.autograd.Function):
         found: list[Tensor | None] = []
         pieces = grad.split(ctx.sizes, dim=ctx.dim)
         for needed, piece in zip(ctx.needs_input_grad[1:], pieces, strict=True):
-            own = torch.empty(piece.shape, dtype=piece.dtype, device=piece.device)
+            own = None
             if needed:
+                own = torch.empty(piece.shape, dtype=piece.dtype, device=piece.device)
                 wide_copy(own, piece)
-            found.append(own if needed else None)
+            found.append(own)
         return None, *found
 
 

@@ -43,9 +43,11 @@ def reduce_schema(schema: BatchSchema, leave_out: tuple[str, ...]) -> BatchSchem
     for stream in schema.streams:
         fields = [source.name for source in stream.ids] + list(stream.numbers)
         known |= {f"{stream.name}.{field}" for field in fields}
-    # A star does not reach over the dot between a stream and its field.
+    # A name means itself, whatever is in it. A star does not reach over the dot between a stream
+    # and its field.
     found = {
-        name: {k for k in known if k.count(".") == name.count(".") and fnmatchcase(k, name)}
+        name: {name} & known
+        or {k for k in known if k.count(".") == name.count(".") and fnmatchcase(k, name)}
         for name in leave_out
     }
     gone = {name for names in found.values() for name in names}

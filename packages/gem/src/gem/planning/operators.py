@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gem.model.expert_spec import ExpertsSpec
 from gem.model.flops import PassFlops
 from gem.model.spec import GemSpec
 from gem.model.stream_spec import StreamSpec
@@ -27,11 +26,13 @@ from gem_attention.costs import (
     rotary_heads_cost,
     visible_pairs_in_sequence,
 )
+from gem_jagged.costs import jagged_mean_backward_cost, jagged_mean_cost
 from gem_opkit.cost import Cost
 from gem_parallel.planning.work import Operator, Parameter
 from gem_precision.costs import row_norm_backward_cost, row_norm_cost
 
 _WIDE = 4  # bytes of fp32
+_PLACE = 8  # bytes of an index
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,15 +206,33 @@ def pooling_attention(spec: GemSpec, own: StreamSpec, sizes: Sizes) -> list[Oper
     return found
 
 
-def transformer_passes(
-    spec: GemSpec, own: StreamSpec, sizes: Sizes, *, input_is_kept: bool
-) -> Passes:
-    """Elementwise work and kept bytes of a transformer layer's stream.
+def mean_pooling(own: StreamSpec, sizes: Sizes) -> list[Operator]:
+    """The means of histories that a stream's pooling and its DIN attention take.
 
     Args:
-        spec: the model.
+        own: the stream.
+        sizes: the batch.
+
+    Returns:
+        one operator for each of them that the stream has.
+    """
+    count = int(own.summary_tokens > 0 and own.pooling == "mean")
+    count += int(own.target_tokens > 0 and own.target_attention == "din")
+    given = {"batch": sizes.examples, "total_tokens": sizes.tokens, "width": own.width}
+    given |= {"element_bytes": sizes.element_bytes}
+    mean = Operator("elementwise", jagged_mean_cost(**given), jagged_mean_backward_cost(**given))
+    return [mean] * count
+
+
+def transformer_passes(
+    own: StreamSpec, sizes: Sizes, *, gated: bool, input_is_kept: bool
+) -> Passes:
+    """Elementwise work and kept bytes of self-attention of a stream, and of an MLP behind it.
+
+    Args:
         own: the stream in that layer.
         sizes: the batch.
+        gated: whether the summary gates what the attention gives.
         input_is_kept: as in `interaction_passes`.
 
     Returns:
@@ -235,7 +254,7 @@ def transformer_passes(
         found.add(2 * tokens * width, 0, 0, e)
     found.add(tokens * width, 0, 0, e)  # the attention's output
     found.add(tokens * own.heads, 0, 0, _WIDE)  # the logsumexp
-    if spec.transformer_gate:
+    if gated:
         # Multiplied by the gate of its history and added to the residual in one pass. Elsewhere
         # than on a GPU a row of the gate is made and kept for each event, and counted here too.
         found.add(tokens * width, 3 * e, 3 * e, 2 * e)
@@ -243,7 +262,24 @@ def transformer_passes(
     else:
         found.add(tokens * width, 3 * e, 0)
     found.add(tokens * width, 0, e)  # gradient of the residual, added in the norm's pass
+    if own.ffn_hidden:
+        found.row_norm(tokens, width, e)
+        found.add(tokens * width, 0, e, e)  # the norm's output; again the residual's gradient
+        found.add(tokens * own.ffn_hidden, 2 * e, 3 * e, e)
+        found.add(tokens * width, 3 * e, 0)
     return found
+
+
+def keeps_events(own: StreamSpec) -> bool:
+    """Say whether the pooling of an interaction layer keeps the events that it reads.
+
+    Args:
+        own: the stream.
+
+    Returns:
+        True if keys and values, or DIN's products, are made of them; a mean keeps none.
+    """
+    return own.target_tokens > 0 or (own.summary_tokens > 0 and own.pooling != "mean")
 
 
 def interaction_passes(
@@ -262,76 +298,70 @@ def interaction_passes(
     """
     e, tokens, width, examples = sizes.element_bytes, sizes.tokens, own.width, sizes.examples
     found = Passes()
-    # The first norm's output is the query and is added to what the attention reads, in the pass of
-    # the second norm that also adds the residual; the pooling keeps that sum. Backward one pass
-    # reads input, output and gradient and goes through both norms.
-    found.add(tokens * width, 6 * e, 5 * e, (3 if input_is_kept else 4) * e)
-    context = examples * spec.summary_tokens
-    found.add(context * width, 0, e, 3 * e)
-    if own.qk_norm:
-        found.row_norm(context * own.heads, width // own.heads, e, keeps_input=False)
-    pools = int(own.summary_tokens > 0) + int(own.target_tokens > 0)
+    if own.ffn == "gdpa":
+        # The first norm's output is the query and is added to what the attention reads, in the pass
+        # of the second norm that also adds the residual. Backward one pass reads input, output and
+        # gradient and goes through both norms.
+        found.add(tokens * width, 6 * e, 5 * e, (2 if input_is_kept else 3) * e)
+        context = examples * spec.summary_tokens
+        found.add(context * width, 0, e, 3 * e)
+        if own.qk_norm:
+            found.row_norm(context * own.heads, width // own.heads, e, keeps_input=False)
+        input_is_kept = False
+    if keeps_events(own) and not input_is_kept:
+        found.add(tokens * width, 0, 0, e)
+    seeds = own.summary_tokens > 0 and own.pooling != "mean"
+    queries = own.target_tokens > 0 and own.target_attention == "softmax"
+    pools = int(seeds) + int(queries)
     found.add(pools * tokens * width, 0, 2 * e, 3 * e)
     if own.qk_norm:
         for _ in range(pools):
             found.row_norm(tokens * own.heads, width // own.heads, e, keeps_input=False)
-    if own.summary_tokens:
-        seeds = examples * own.seeds * width
+    if seeds:
+        _seed_passes(found, own, examples, e)
+    elif own.summary_tokens:
+        # The mean, which a product reads; its gradient is added to that of the events.
+        found.add(examples * width, 0, 0, e if own.summary_tokens > 1 else 0)
+        found.add(tokens * width, 0, 3 * e)
+    if own.recent_tokens:
+        taken = examples * own.recent_tokens
+        found.add(taken * width, 4 * e, 2 * e)
+        found.add(taken, 0, 0, _PLACE + 1)  # which events, and whether they are there
+        found.add(tokens * width, 0, 4 * e)  # zeros around their gradient, added to the events'
+    if own.target_tokens and not queries:
+        _din_passes(found, own, sizes)
+    rows = examples * own.tokens
+    found.add(rows * width, 0, 0, e if width != spec.width else 0)  # what the lift reads
+    found.row_norm(rows, spec.width, e)
+    return found
+
+
+def _seed_passes(found: Passes, own: StreamSpec, examples: int, e: int) -> None:
+    """What becomes of the pooled seeds."""
+    if own.pooling == "hsp":
         # Pooled seeds before and after their projection; their mixture.
-        found.add(seeds, 0, 2 * e, 2 * e)
-        found.add(examples * own.kron_rank * own.summary_tokens * width, 2 * e, 2 * e, e)
+        found.add(examples * own.seeds * own.width, 0, 2 * e, 2 * e)
+        mixed = examples * own.kron_rank * own.summary_tokens * own.width
+        found.add(mixed, 2 * e, 2 * e, e)
         found.add(examples * own.seeds * own.heads, 0, 0, _WIDE)
-    summary = examples * (own.summary_tokens + own.target_tokens)
-    found.row_norm(summary, spec.width, e)
-    return found
+        return
+    rows = examples * own.summary_tokens
+    # Pooled seeds before their projection, the norm of what it gives, and the MLP's hidden values.
+    found.add(rows * own.width, 0, 2 * e, 2 * e)
+    found.row_norm(rows, own.width, e)
+    found.add(rows * own.width, 5 * e, 4 * e, e)
+    found.add(rows * own.heads, 0, 0, _WIDE)
 
 
-def expert_passes(spec: ExpertsSpec, width: int, tokens: int, examples: int, e: int) -> Passes:
-    """Elementwise work and kept bytes of one expert.
-
-    Args:
-        spec: sizes.
-        width: width of a token.
-        tokens: tokens that it reads.
-        examples: examples of a rank.
-        e: bytes of an element.
-
-    Returns:
-        bytes of a rank's batch.
-    """
-    found = Passes()
-    rank = spec.rank
-    found.add(examples * tokens * width, 2 * e, 2 * e, e)
-    found.add(examples * rank * width, 0, e, e)
-    # Y and the compression are weights that every example reads; their gradients are summed. What
-    # is kept of them is what a CPU casts for each example.
-    found.add(examples * tokens * (rank + spec.linear_tokens), 0, 2 * e, e)
-    found.row_norm(examples, tokens * rank, e)
-    found.add(examples * tokens * rank, 0, 0, e)
-    found.add(examples * sum(spec.mlp_widths), 2 * e, 3 * e, e)
-    found.add(examples * (spec.fm_tokens + spec.linear_tokens) * width, 4 * e, 4 * e)
-    return found
-
-
-def mixture_passes(spec: GemSpec, tokens: int, examples: int, e: int) -> Passes:
-    """Elementwise work and kept bytes around a layer's experts: shortcut, sum and norm.
-
-    Args:
-        spec: the model.
-        tokens: tokens that enter the layer.
-        examples: examples of a rank.
-        e: bytes of an element.
-
-    Returns:
-        bytes of a rank's batch.
-    """
-    found = Passes()
-    outputs = spec.experts.fm_tokens + spec.experts.linear_tokens
-    found.add(examples * outputs * spec.width, 3 * e, 3 * e)
-    if spec.experts.residual and tokens != outputs:
-        found.add(examples * tokens * outputs, 0, 2 * e, e)
-    found.row_norm(examples * outputs, spec.width, e)
-    return found
+def _din_passes(found: Passes, own: StreamSpec, sizes: Sizes) -> None:
+    """Weights of DIN, which are made of event and candidate side by side."""
+    e, tokens, width = sizes.element_bytes, sizes.tokens, own.width
+    # Forward: the candidate of each event, difference and product, all four side by side, and
+    # events times their weight. Backward: both factors of both products, and the sums of the four
+    # gradients of events and candidates. Kept: the candidates, and what is side by side.
+    found.add(tokens * width, (1 + 3 + 3 + 8 + 2) * e, (6 + 6 + 2 + 9 + 6 + 1) * e, 5 * e)
+    found.add(tokens * own.target_hidden, 2 * e, 3 * e, e)
+    found.add(tokens, 0, 0, e + _PLACE)  # the weight, and the row of each event
 
 
 def summary_passes(spec: GemSpec, tokens: int, examples: int, e: int) -> Passes:

@@ -6,8 +6,8 @@ A test holds them to the real modules. In the order of the forward pass, by unit
 from collections.abc import Sequence
 
 from gem.data.schema import BatchSchema, StreamInput
-from gem.model.expert_spec import ExpertsSpec
-from gem.model.spec import GemSpec
+from gem.model.expert_spec import ExpertKind, ExpertsSpec
+from gem.model.spec import GemSpec, LayerKind
 from gem.model.stream_spec import StreamSpec
 from gem.model.structure import (
     expert_parts,
@@ -15,6 +15,7 @@ from gem.model.structure import (
     head_width,
     module_key,
     pooled_tokens,
+    reads_summary,
     streams_read,
     takes_part,
 )
@@ -84,7 +85,9 @@ def event_parameters(spec: GemSpec, stream: StreamInput) -> Parameters:
 
 def _interaction(name: str, spec: GemSpec, own: StreamSpec) -> Parameters:
     width = own.width
-    found = [Parameter(f"{name}.ffn.kv.weight", 2 * width, spec.width)]
+    found: list[Parameter] = []
+    if own.ffn == "gdpa":
+        found.append(Parameter(f"{name}.ffn.kv.weight", 2 * width, spec.width))
 
     def pooling(at: str, seeds: int) -> None:
         if seeds:
@@ -94,7 +97,14 @@ def _interaction(name: str, spec: GemSpec, own: StreamSpec) -> Parameters:
             for part, times in (("q", 1), ("kv", 2), ("out", 1))
         )
 
-    if own.summary_tokens:
+    if own.summary_tokens and own.pooling == "mean":
+        if own.summary_tokens > 1:
+            rows = own.summary_tokens * width
+            found.append(Parameter(f"{name}.pool.spread.weight", rows, width))
+    elif own.summary_tokens and own.pooling == "pma":
+        pooling(f"{name}.pool.pool", own.summary_tokens)
+        found += _mlp(f"{name}.pool.mlp", (width, width, width))
+    elif own.summary_tokens:
         pooling(f"{name}.pool.pool", own.seeds)
         at = f"{name}.pool.compress"
         found.append(Parameter(f"{at}.z", own.kron_rank * own.summary_tokens, own.seeds))
@@ -102,21 +112,35 @@ def _interaction(name: str, spec: GemSpec, own: StreamSpec) -> Parameters:
     if own.target_tokens:
         rows = own.target_tokens * width
         found.append(Parameter(f"{name}.make_query.weight", rows, spec.width))
-        pooling(f"{name}.target_pool", 0)
+        if own.target_attention == "din":
+            found += _mlp(f"{name}.target_pool.mlp", (4 * width, own.target_hidden, 1))
+        else:
+            pooling(f"{name}.target_pool", 0)
     if width != spec.width:
         found.append(Parameter(f"{name}.lift.weight", spec.width, width))
     return tuple(found)
 
 
-def _transformer(name: str, spec: GemSpec, own: StreamSpec) -> Parameters:
+def _transformer(name: str, spec: GemSpec, own: StreamSpec, *, gated: bool) -> Parameters:
     width = own.width
-    found = (
+    found = [
         Parameter(f"{name}.attention.qkv.weight", 3 * width, width),
         Parameter(f"{name}.attention.out.weight", width, width),
-    )
-    if not spec.transformer_gate:
-        return found
-    return (*found, Parameter(f"{name}.gate.weight", width, spec.summary_tokens * spec.width))
+    ]
+    if gated:
+        found.append(Parameter(f"{name}.gate.weight", width, spec.summary_tokens * spec.width))
+    if own.ffn_hidden:
+        found += _mlp(f"{name}.ffn", (width, own.ffn_hidden, width))
+    return tuple(found)
+
+
+def _stream(name: str, kind: LayerKind, spec: GemSpec, own: StreamSpec) -> Parameters:
+    if kind == "interaction":
+        return _interaction(name, spec, own)
+    if kind == "transformer":
+        return _transformer(name, spec, own, gated=spec.transformer_gate)
+    before = _transformer(f"{name}.transformer", spec, own, gated=False)
+    return (*before, *_interaction(f"{name}.interaction", spec, own))
 
 
 def layer_parameters(spec: GemSpec, schema: BatchSchema, index: int) -> Parameters:
@@ -132,17 +156,17 @@ def layer_parameters(spec: GemSpec, schema: BatchSchema, index: int) -> Paramete
     """
     kind, name = spec.layers[index], f"layers.{index}"
     tokens = layer_tokens(spec, schema, index)
-    streams = [s for s in streams_read(spec, schema) if takes_part(spec, s.name, index)]
+    streams = streams_read(spec, schema)
     found: list[Parameter] = []
-    if streams and (kind == "interaction" or spec.transformer_gate):
+    if reads_summary(spec, streams, index):
         at = f"{name}.summary"
         found.append(Parameter(f"{at}.compress.weight", spec.summary_tokens, tokens))
         found += _mlp(f"{at}.mlp", (spec.width, spec.summary_hidden, spec.width))
-    make = _interaction if kind == "interaction" else _transformer
     for stream in streams:
-        at = f"{name}.streams.{module_key(stream.name)}"
-        found += make(at, spec, spec.stream_spec(stream.name))
-    outputs = spec.experts.fm_tokens + spec.experts.linear_tokens
+        if takes_part(spec, stream.name, index):
+            at = f"{name}.streams.{module_key(stream.name)}"
+            found += _stream(at, kind, spec, spec.stream_spec(stream.name))
+    outputs = spec.experts.tokens
     if spec.experts.residual and tokens != outputs:
         found.append(Parameter(f"{name}.experts.shortcut.weight", outputs, tokens))
     return tuple(found)
@@ -180,18 +204,33 @@ def expert_inputs(spec: GemSpec, schema: BatchSchema, index: int) -> list[int]:
     return [len(range(tokens)[p]) + pooled for p in expert_parts(tokens, spec.experts)]
 
 
-def expert_parameters(name: str, spec: ExpertsSpec, width: int, tokens: int) -> Parameters:
+def expert_parameters(
+    name: str, spec: ExpertsSpec, kind: ExpertKind, width: int, tokens: int
+) -> Parameters:
     """Parameters of one expert.
 
     Args:
         name: qualified name of its module.
         spec: sizes.
+        kind: of the expert.
         width: width of a token.
         tokens: tokens that it reads.
 
     Returns:
         names and shapes, as the module has them.
     """
+    flat, outputs = tokens * width, spec.tokens * width
+    if kind == "mlp":
+        return _mlp(f"{name}.mlp", (flat, *spec.mlp_widths, outputs))
+    if kind == "dot":
+        return _mlp(f"{name}.mlp", (tokens * (tokens - 1) // 2 or 1, *spec.mlp_widths, outputs))
+    compress = Parameter(f"{name}.compress.weight", spec.tokens, tokens)
+    if kind == "cross":
+        layers = range(spec.cross_layers)
+        return (*(Parameter(f"{name}.cross.{i}.weight", flat, flat) for i in layers), compress)
+    if kind == "attention":
+        qkv = Parameter(f"{name}.qkv.weight", 3 * width, width)
+        return (qkv, Parameter(f"{name}.out.weight", width, width), compress)
     rank = spec.rank
     if spec.projection == "learned":
         found: Parameters = (Parameter(f"{name}.factorise.make_y.y", tokens, rank),)

@@ -9,19 +9,19 @@ from collections.abc import Mapping, Sequence
 
 from gem.config import RunConfig
 from gem.data.schema import BatchSchema
-from gem.model.flops import PassFlops, experts_flops, training_flops
+from gem.model.flops import PassFlops, training_flops
 from gem.model.spec import GemSpec
-from gem.model.stream_spec import StreamSpec
 from gem.model.structure import head_width, module_key, reduce_schema, streams_read, takes_part
+from gem.planning.expert_operators import expert_flops, expert_passes, mixture_passes
 from gem.planning.lengths import LengthLaw, id_laws, length_laws
 from gem.planning.operators import (
     Passes,
     Sizes,
     event_passes,
     example_passes,
-    expert_passes,
     interaction_passes,
-    mixture_passes,
+    keeps_events,
+    mean_pooling,
     pooling_attention,
     product,
     self_attention,
@@ -84,7 +84,6 @@ def work_of(
                 fix="plan for the hybrid model; the comparison model fits one device",
             )
         )
-    _refuse_uncounted(spec)
     element = _element_bytes(config)
     whole = declared_schema(config) if schema is None else schema
     examples = config.train.batch_examples if examples is None else examples
@@ -119,30 +118,6 @@ def work_of(
         * max((s.tokens * spec.stream_spec(n).width for n, s in sizes.items()), default=0),
         micro_batches=config.train.accumulation_parts,
     )
-
-
-def _refuse_uncounted(spec: GemSpec) -> None:
-    """Refuse parts of other models, whose bytes nobody has counted, by the names of their keys."""
-    streams = [("stream", spec.stream), *((f"streams.{n}", s) for n, s in spec.streams.items())]
-    plain = StreamSpec()
-    wanted = [
-        (f"{where}.{key}", getattr(own, key), getattr(plain, key))
-        for where, own in streams
-        for key in ("ffn", "pooling", "recent_tokens", "target_attention", "ffn_hidden")
-    ]
-    wanted += [("layers", kind, "interaction") for kind in spec.layers if kind == "both"]
-    wanted += [("experts.kinds", kind, "wukong") for kind in spec.experts.kinds]
-    for key, got, counted in wanted:
-        if got != counted:
-            raise UnsupportedError(
-                refusal(
-                    "gem plan",
-                    f"model.{key}",
-                    must=f"be {counted!r}, whose bytes are counted",
-                    got=repr(got),
-                    fix="plan for the hybrid model; FLOPs of the others are in the log of a run",
-                )
-            )
 
 
 def _element_bytes(config: RunConfig) -> int:
@@ -269,27 +244,44 @@ def _layer(
     for stream in streams:
         own, size = spec.layer_stream_spec(stream.name, index), sizes[stream.name]
         at = f"{name}.streams.{module_key(stream.name)}"
-        before = [k for i, k in enumerate(spec.layers[:index]) if takes_part(spec, stream.name, i)]
-        pooled = before[-1:] == ["interaction"]
-        if kind == "interaction":
-            attention = pooling_attention(spec, own, size)
-            take(interaction_passes(spec, own, size, input_is_kept=pooled))
-        else:
-            attention = [self_attention(own, size)]
-            take(transformer_passes(spec, own, size, input_is_kept=pooled))
+        attention: list[Operator] = []
+        kept_before = _keeps_events(spec, stream.name, index)
+        if kind != "interaction":
+            attention.append(self_attention(own, size))
+            gated = spec.transformer_gate and kind == "transformer"
+            take(transformer_passes(own, size, gated=gated, input_is_kept=kept_before))
+        if kind != "transformer":
+            attention += [*pooling_attention(spec, own, size), *mean_pooling(own, size)]
+            kept_before = kept_before and kind == "interaction"
+            take(interaction_passes(spec, own, size, input_is_kept=kept_before))
         operators += attention
         counted = PassFlops(
             sum(op.forward.flops for op in attention), sum(op.backward.flops for op in attention)
         )
         rest = PassFlops(flops[at].forward - counted.forward, flops[at].backward - counted.backward)
-        # Of all weights those that read every event; the others read a few rows an example.
-        ends = (".attention.qkv.weight", ".attention.out.weight", "pool.kv.weight")
-        over_events = [p for p in of(at) if p.name.endswith(ends)]
+        over_events = [p for p in of(at) if _reads_events(p.name)]
         operators.append(product(rest, size.tokens, over_events, element))
     before = Unit(
         name=name, parameters=tuple(parameters), operators=tuple(operators), kept_bytes=kept
     )
     return [before, _mixture(spec, schema, flops, index, examples, element, around)]
+
+
+def _keeps_events(spec: GemSpec, stream: str, index: int) -> bool:
+    """Whether what a stream's layers before this one give is kept by one of them."""
+    for earlier in reversed(range(index)):
+        own = spec.stream_spec(stream)
+        if takes_part(spec, stream, earlier) and spec.layers[earlier] != "interaction":
+            return spec.layers[earlier] == "both" and keeps_events(own)
+        if takes_part(spec, stream, earlier) and (own.ffn == "gdpa" or keeps_events(own)):
+            return keeps_events(own)
+    return False
+
+
+def _reads_events(name: str) -> bool:
+    """Whether a stream's weight reads every event; the others read a few rows an example."""
+    ends = (".attention.qkv.weight", ".attention.out.weight", "pool.kv.weight")
+    return name.endswith(ends) or ".ffn.projections." in name or ".target_pool.mlp." in name
 
 
 def _mixture(
@@ -311,7 +303,6 @@ def _mixture(
         shared = PassFlops(
             shared.forward - own_flops.forward.flops, shared.backward - own_flops.backward.flops
         )
-    outputs = spec.experts.fm_tokens + spec.experts.linear_tokens
     return Unit(
         name=name,
         parameters=tuple(around),
@@ -321,7 +312,7 @@ def _mixture(
         ),
         kept_bytes=passes.kept,
         experts=experts,
-        output_bytes=examples * outputs * spec.width * element,
+        output_bytes=examples * spec.experts.tokens * spec.width * element,
     )
 
 
@@ -336,18 +327,17 @@ def _experts(
     found: list[Expert] = []
     for place, tokens in enumerate(expert_inputs(spec, schema, index)):
         name = f"layers.{index}.experts.experts.{place}"
-        parameters = expert_parameters(name, spec.experts, spec.width, tokens)
-        passes = expert_passes(spec.experts, spec.width, tokens, examples, element)
+        kind = spec.experts.kind(place)
+        parameters = expert_parameters(name, spec.experts, kind, spec.width, tokens)
+        passes = expert_passes(spec.experts, kind, spec.width, tokens, examples, element)
+        # An attention expert multiplies each token, the others all tokens of an example at once.
+        rows = examples * tokens if kind == "attention" else examples
+        weights = [p for p in parameters if _multiplies(p.name)]
         found.append(
             Expert(
                 parameters=parameters,
                 operators=(
-                    product(
-                        expert_flops(spec, tokens, examples),
-                        examples,
-                        [p for p in parameters if ".mlp." in p.name],
-                        element,
-                    ),
+                    product(expert_flops(spec, kind, tokens, examples), rows, weights, element),
                     passes.operator(),
                 ),
                 kept_bytes=passes.kept,
@@ -357,16 +347,6 @@ def _experts(
     return tuple(found)
 
 
-def expert_flops(spec: GemSpec, tokens: int, examples: int) -> PassFlops:
-    """FLOPs of one expert: those of a mixture of one that reads all of its tokens.
-
-    Args:
-        spec: the model.
-        tokens: tokens that it reads.
-        examples: examples of a rank.
-
-    Returns:
-        FLOPs forward and backward.
-    """
-    alone = spec.experts.model_copy(update={"count": 1, "partition": "all", "residual": False})
-    return experts_flops(alone, spec.width, examples, tokens=tokens, summary_tokens=0)
+def _multiplies(name: str) -> bool:
+    """Whether an expert's weight is one of a product over rows, not one that mixes tokens."""
+    return ".mlp." in name or ".cross." in name or name.endswith((".qkv.weight", ".out.weight"))

@@ -7,24 +7,29 @@ DIR/scaling.json      everything, DIR/scaling.svg and DIR/report.html the pictur
 """
 
 import json
+import math
 import multiprocessing
 import os
-from collections.abc import Callable, Iterable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from gem.children import Children, threads_of
 from gem.scaling.law import Law, fit_law
 from gem.scaling.picture import scaling_svg, write_page
 from gem.scaling.planted import CLICK
 from gem.scaling.rung import RungJob, planted_flops, train_rung
 from gem.scaling.spec import LadderSpec, RungSpec, ScalingSpec
-from gem_opkit.errors import ConfigError, MeasurementError, refusal
+from gem.train.interrupt import Interrupted
+from gem_opkit.errors import ConfigError, DataError, GemError, MeasurementError, refusal
 
 Told = Callable[[str], None]
+Begin = Callable[[RungJob, Path], Future[dict[str, Any]]]
 
 
 def climb(
@@ -45,8 +50,10 @@ def climb(
 
     Raises:
         ConfigError: the folder holds other ladders, or a recipe of a rung is wrong.
-        DataError: as training, and as `gem.scaling.law.fit_law`.
+        DataError: as training, and as `gem.scaling.law.fit_law`; a rung without an NE.
         MeasurementError: the process of a rung has failed; what it said stands on stderr.
+        Interrupted: a signal or its time limit ended the run of a rung in this process; it goes on
+            when called again.
     """
     say = told or (lambda line: None)
     _claim(spec, out)
@@ -55,12 +62,12 @@ def climb(
     of_law = [job for job in every.values() if job.ladder == spec.law]
     before = [job for job in of_law if last is not None and job.rung != last.name]
     # The dearest first, as they end last. Those of the law have the device to themselves.
-    with _pool(jobs) as pool:
-        _run(pool, before[::-1], out, say)
+    with _beginner(jobs) as begin:
+        _run(begin, before[::-1], out, say)
         if last is not None:
             predict(spec, out, device, say)
-        _run(pool, [job for job in of_law if job not in before], out, say)
-        _run(pool, [job for job in every.values() if job not in of_law], out, say)
+        _run(begin, [job for job in of_law if job not in before], out, say)
+        _run(begin, [job for job in every.values() if job not in of_law], out, say)
     found = collect(spec, out)
     _write(out / "scaling.json", json.dumps(found, indent=1, allow_nan=False) + "\n")
     _write(out / "scaling.svg", scaling_svg(found))
@@ -226,21 +233,24 @@ def _claim(spec: ScalingSpec, out: Path) -> None:
     _write(path, text)
 
 
-class _Here(Executor):
-    """Runs everything in this process."""
-
-    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Run at once."""
-        done: Future[Any] = Future()
-        done.set_result(fn(*args, **kwargs))
-        return done
-
-
-def _pool(jobs: int) -> Executor:
-    return _Here() if jobs == 1 else ThreadPoolExecutor(jobs)
+@contextmanager
+def _beginner(jobs: int) -> Iterator[Begin]:
+    """What begins a rung: in this process, one after the other, or several in their own."""
+    if jobs == 1:
+        yield _here
+        return
+    children = Children()
+    with threads_of(children, jobs) as threads:
+        yield lambda job, path: threads.submit(_in_a_process, children, job, path)
 
 
-def _run(pool: Executor, jobs: Iterable[RungJob], out: Path, say: Told) -> None:
+def _here(job: RungJob, path: Path) -> Future[dict[str, Any]]:
+    done: Future[dict[str, Any]] = Future()
+    done.set_result(_train_and_write(job, path))
+    return done
+
+
+def _run(begin: Begin, jobs: Iterable[RungJob], out: Path, say: Told) -> None:
     """Train what is missing."""
     waiting = []
     for job in jobs:
@@ -248,21 +258,21 @@ def _run(pool: Executor, jobs: Iterable[RungJob], out: Path, say: Told) -> None:
         if path.is_file():
             say(f"{job_name(job)}: is there")
         else:
-            run = _train_and_write if isinstance(pool, _Here) else _in_a_process
-            waiting.append((job, pool.submit(run, job, path)))
+            waiting.append((job, begin(job, path)))
     for job, done in waiting:
         found = done.result()
         ne = ", ".join(f"{task} {value:.5f}" for task, value in found["ne"].items())
         say(f"{job_name(job)}: {found['flops_per_example']:.4g} FLOPs an example, NE {ne}")
 
 
-def _in_a_process(job: RungJob, path: Path) -> dict[str, Any]:
+def _in_a_process(children: Children, job: RungJob, path: Path) -> dict[str, Any]:
     """Train a rung in a process that gives its memory back with its end."""
     # A forked one could not use a GPU.
     context = multiprocessing.get_context("spawn")
-    process = context.Process(target=_train_and_write, args=(job, path), daemon=True)
+    process = context.Process(target=_apart, args=(job, path), daemon=True)
     process.start()
-    process.join()
+    with children.running(process):
+        process.join()
     if process.exitcode or not path.is_file():
         raise MeasurementError(
             refusal(
@@ -276,8 +286,29 @@ def _in_a_process(job: RungJob, path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+def _apart(job: RungJob, path: Path) -> None:
+    """Train a rung as all that this process does; what ends it early is a line, or nothing."""
+    try:
+        _train_and_write(job, path)
+    except GemError as fault:
+        raise SystemExit(f"{job_name(job)}: {fault}") from None
+    except (Interrupted, KeyboardInterrupt):
+        raise SystemExit(1) from None
+
+
 def _train_and_write(job: RungJob, path: Path) -> dict[str, Any]:
     found = train_rung(job)
+    unknown = [task for task, ne in found["ne"].items() if ne is None or not math.isfinite(ne)]
+    if unknown:
+        raise DataError(
+            refusal(
+                "gem scaling",
+                job_name(job),
+                must="have an NE, of labels of both kinds and predictions that are numbers",
+                got=f"none for {', '.join(unknown)}",
+                fix="take more rows, or lower train.dense.lr and train.tables.lr",
+            )
+        )
     _write(path, json.dumps(found, indent=1, allow_nan=False) + "\n")
     return found
 

@@ -123,12 +123,9 @@ def _plot(found: Mapping[str, Any], task: str, size: Size) -> Plot:
     every = [point for points in ladders.values() for point in points]
     law = _law(found)
     x = Axis.around((math.log10(flops) for _, flops, _ in every), "FLOPs of training an example")
-    ends = [] if law is None else [*found["prediction"].values()]
-    shown = [ne for _, _, ne in every] + [
-        float(each)
-        for key, each in zip(found.get("prediction", {}), ends, strict=True)
-        if key in ("low", "high")
-    ]
+    shown = [ne for _, _, ne in every]
+    if law is not None:
+        shown += [found["prediction"]["low"], found["prediction"]["high"]]
     y = Axis.around(shown, f"NE of {task}")
     alt = f"NE of {task} over FLOPs an example; " + " ".join(law_words(found))
     plot = Plot(size, x, y, alt, x_ticks=_powers(x))
@@ -178,10 +175,15 @@ def _law(found: Mapping[str, Any]) -> Law | None:
 
 
 def _figure(found: Mapping[str, Any], task: str) -> Figure:
+    text = "A dot is a rung, the mean of its seeds."
+    if "law" in found:
+        text += (
+            " The line is the law, the tinted band holds another rung with its confidence, and the "
+            "red bar is what was predicted of the last one."
+        )
     return Figure(
         title=f"NE of {task} over the cost of the model",
-        text="A dot is a rung, the mean of its seeds. The line is the law, the tinted band holds "
-        "another rung with its confidence, and the red bar is what was predicted of the last one.",
+        text=text,
         drawings=tuple(_plot(found, task, size).svg() for size in (FULL, NARROW)),
         legend=tuple((f"c{place % 6}", name) for place, name in enumerate(_ladders(found))),
         wide=True,

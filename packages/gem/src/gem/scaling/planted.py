@@ -11,7 +11,6 @@ The events of a history are clicks and skips of other items by the same law. An 
 content vector, which is its traits with noise. Left out: time (events are alike), files, readers.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -146,12 +145,7 @@ class PlantedWorld:
         return self._spec.signal * scores + self._quality_I[item]
 
     def _content(self, item: Tensor, names: tuple[str, ...]) -> Tensor:
-        places = [int(name.removeprefix(CONTENT)) for name in names]
-        return (
-            self._content_IK[:, : len(places)][item]
-            if places
-            else item.new_empty((len(item), 0), dtype=torch.float32)
-        )
+        return self._content_IK[:, : len(names)][item]  # in order from 0, as `_check` demands
 
     def _tastes(self, count: int, draw: torch.Generator) -> Tensor:
         drawn = torch.randn(count, self._spec.latents, generator=draw, device=self._device)
@@ -187,20 +181,20 @@ class PlantedWorld:
         for numbers in (schema.numbers, *(stream.numbers for stream in schema.streams)):
             in_order = tuple(f"{CONTENT}{k:02d}" for k in range(len(numbers)))
             asked += [] if numbers == in_order else [f"{', '.join(numbers)} in this order"]
-        unknown = sorted({*asked} - known)
-        if unknown or len(schema.streams) > 1 or schema.labels != (CLICK,):
+        wrong = [*sorted({*asked} - known), *(["several streams"] * (len(schema.streams) > 1))]
+        if schema.labels != (CLICK,):
+            wrong.append(f"labels {', '.join(schema.labels)}")
+        if wrong:
             raise ConfigError(
                 refusal(
                     "gem scaling",
                     "recipe",
                     must=f"read {ITEM}, {FEEDBACK} of events and {CONTENT}00 and so on, in one "
                     f"stream at most, to tell {CLICK}",
-                    got=f"{', '.join(unknown) or 'several streams'}; labels {schema.labels}",
+                    got=", ".join(wrong),
                     fix="leave the rest out of data.inputs and of the stream's fields",
                 )
             )
-        if not math.isfinite(self._spec.signal):
-            raise ConfigError("gem scaling: signal must be finite")
 
 
 def history_lengths(spec: PlantedSpec, schema: BatchSchema, number: int, examples: int) -> Tensor:

@@ -22,7 +22,7 @@ from gem.train.normalized_entropy import CLIP, binary_entropy
 from gem.train.step import TrainStep, probabilities
 from gem_opkit.bench import provenance
 from gem_opkit.ceilings import device_name
-from gem_opkit.errors import ConfigError, refusal
+from gem_opkit.errors import ConfigError, UnsupportedError, refusal
 from gem_parallel.launch import World, process_group
 
 # Numbers of batches that no training reaches.
@@ -73,6 +73,10 @@ def train_rung(job: RungJob) -> dict[str, Any]:
         row of results; of a planted world also
         ``ne_of_labels``, ``ne_progressive``, and ``ne_of_rates``, which is what somebody who knows
         every taste would reach.
+
+    Raises:
+        ConfigError: a recipe that the world does not fit.
+        UnsupportedError: a planted world on several ranks.
     """
     config = load_recipe(job.recipe, job.settings, seed=job.seed)
     found = _on_data(job, config) if job.planted is None else _on_planted(job, config, job.planted)
@@ -191,7 +195,7 @@ def _on_planted(job: RungJob, config: RunConfig, planted: PlantedSpec) -> dict[s
     steps, held_out = _steps(job, size), -(-job.held_out // size)
     counts: Counter[int] = Counter()
     with process_group(job.device) as world:
-        # Outside of tests and other work of one's own: kernels of a GPU, or one thread a process.
+        _refuse_ranks(world)
         torch.use_deterministic_algorithms(config.train.deterministic)
         drawn = PlantedWorld(planted, schema, world.device)
         clock = StepClock(world.device)
@@ -235,6 +239,20 @@ def _on_planted(job: RungJob, config: RunConfig, planted: PlantedSpec) -> dict[s
             "examples_per_s": (steps - 1) * size / (ended - first) if steps > 1 else None,
             "device": device_name(world.device),
         }
+
+
+def _refuse_ranks(world: World) -> None:
+    """Every rank would draw the same examples, and write the same files."""
+    if world.size > 1:
+        raise UnsupportedError(
+            refusal(
+                "gem scaling",
+                "a planted rung",
+                must="be trained by one process",
+                got=f"{world.size} ranks",
+                fix="leave torchrun out; --jobs trains several rungs at once",
+            )
+        )
 
 
 def _tables(schema: BatchSchema) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """A ladder of models of growing cost: what `gem scaling` reads. Torch-free."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -70,7 +70,9 @@ class ScalingSpec(Contract):
     held_out: int = Field(
         default=524_288, ge=1, description="examples that NE is measured on; planted alone"
     )
-    seeds: tuple[int, ...] = Field(default=(1,), min_length=1, description="of weights")
+    seeds: tuple[Annotated[int, Field(ge=0, lt=2**63)], ...] = Field(
+        default=(1,), min_length=1, description="of weights"
+    )
     ladders: tuple[LadderSpec, ...] = Field(min_length=1)
     law: str | None = Field(
         default=None,
@@ -84,6 +86,8 @@ class ScalingSpec(Contract):
         ladders = {ladder.name: ladder for ladder in self.ladders}
         if len(ladders) < len(self.ladders):
             raise ValueError("ladders must have different names")
+        if len({*self.seeds}) < len(self.seeds):
+            raise ValueError(f"seeds must be different; got {', '.join(map(str, self.seeds))}")
         if self.law is None:
             return self
         if self.source != "planted":

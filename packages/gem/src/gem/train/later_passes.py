@@ -94,11 +94,11 @@ def begin_pass(run: "Run") -> None:
     begins = number > 0 and pass_of(spec, at - 1, run.total_steps) < number
     if spec.later_passes != "reset_tables" or not begins:
         return
-    tables = run.step.lookups
-    if isinstance(tables, EmbeddingTables):
-        seed = (run.config.seed + number * 0x9E3779B97F4A7C15) % 2**63
-        _draw_anew(tables.specs, tables.table_parameters(), seed)
-    optimizer = run.step.optimizers["tables"]
+    tables, optimizer = run.step.lookups, run.step.optimizers.get("tables")
+    if not isinstance(tables, EmbeddingTables) or optimizer is None:  # the model has no tables
+        return
+    seed = (run.config.seed + number * 0x9E3779B97F4A7C15) % 2**63
+    _draw_anew(tables.specs, tables.table_parameters(), seed)
     for state in optimizer.state.values():
         for value in state.values():
             value.zero_()

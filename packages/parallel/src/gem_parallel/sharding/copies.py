@@ -95,7 +95,9 @@ class CopiedGradients:
             bucket.receive()
         for rest in {bucket.rest for bucket in self._buckets} - {1.0}:
             of_them = [bucket for bucket in self._buckets if bucket.rest == rest]
-            torch._foreach_div_([grad for each in of_them for grad in each.gradients()], rest)
+            found = [grad for each in of_them for grad in each.gradients()]
+            if found:  # else all of them are missing, which is said below
+                torch._foreach_div_(found, rest)
         if missing:
             raise ConfigError(
                 refusal(

@@ -26,7 +26,7 @@ from gem_attention.kernels.jagged_flash_attention.reference import (
     jagged_flash_attention_reference,
 )
 from gem_attention.patterns import visible_pairs as count_visible_pairs
-from gem_attention.rooms import open_room
+from gem_attention.rooms import has_room, open_room
 from gem_attention.softmax_dispatch import launch_backward, launch_forward, writes_into
 from gem_attention.tiles import Window
 from gem_jagged.batch import Layout
@@ -268,7 +268,8 @@ def _differentiate(
     if not ctx.has_lse:  # then it is not the caller's
         grad_lse_TH = None
     given = (grad_out_THV, grad_lse_TH, *saved, *ctx.rest)
-    grad_v_SGV = open_room(saved[2]) if _writes_into(*saved[:3], saved[5], *ctx.rest) else None
+    wanted = has_room(saved[2]) and _writes_into(*saved[:3], saved[5], *ctx.rest)
+    grad_v_SGV = open_room(saved[2]) if wanted else None
     if grad_v_SGV is None:
         gradients = torch.ops.gem_attention.jagged_flash_attention_backward(*given)
     else:

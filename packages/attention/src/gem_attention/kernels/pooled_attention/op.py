@@ -26,7 +26,7 @@ from gem_attention.kernels.pooled_attention.reference import (
     pooled_attention_backward_reference,
     pooled_attention_reference,
 )
-from gem_attention.rooms import open_room
+from gem_attention.rooms import has_room, open_room
 from gem_jagged.batch import Layout
 from gem_opkit.cost import Cost, register_flops
 from gem_opkit.dims import check_shapes
@@ -297,7 +297,8 @@ def _differentiate(
     if grad_out_BPHV is None:
         grad_out_BPHV = torch.zeros_like(saved[3])
     given = (grad_out_BPHV, *saved, *ctx.rest)
-    grad_v_SGV = open_room(saved[2]) if _writes_into(*saved[:3], saved[5], *ctx.rest) else None
+    wanted = has_room(saved[2]) and _writes_into(*saved[:3], saved[5], *ctx.rest)
+    grad_v_SGV = open_room(saved[2]) if wanted else None
     if grad_v_SGV is None:
         gradients = torch.ops.gem_attention.pooled_attention_backward(*given)
     else:

@@ -31,15 +31,16 @@ def mx_quantize_cost(*, rows: int, width: int, element_bytes: int, along: str) -
     return Cost(flops=0, bytes=rows * width * element_bytes + _stored_bytes(rows, width, along))
 
 
-def mx_dequantize_cost(*, rows: int, width: int, along: str) -> Cost:
-    """Return the cost of decoding a matrix to fp32.
+def mx_dequantize_cost(*, rows: int, width: int, along: str, element_bytes: int = 4) -> Cost:
+    """Return the cost of decoding a matrix.
 
     Args:
         rows: of the matrix.
         width: elements of a row.
         along: ``"rows"``, ``"columns"`` or ``"square"``.
+        element_bytes: bytes of an element of the result.
 
     Returns:
-        no FLOPs; bytes and scales read once, four bytes an element written.
+        no FLOPs; bytes and scales read once, every element of the result written once.
     """
-    return Cost(flops=0, bytes=4 * rows * width + _stored_bytes(rows, width, along))
+    return Cost(flops=0, bytes=element_bytes * rows * width + _stored_bytes(rows, width, along))

@@ -26,6 +26,13 @@ from gem_precision.elements import BLOCK, CHANCE_BLOCKS, ELEMENTS
 # magnitudes. Integers need more registers, so that their tiles have four warps.
 _TILES = {"rows": (4, 2), "columns": (2, 1), "both": (4, 2), "square": (4, 4)}
 _BLOCKS = 4  # of a tile of the inverse
+# Its result: word of the kernel, and the integers of the same bits. The interpreter rounds to bf16
+# in a way of its own, and a GPU's cast makes another NaN.
+_OUTPUTS = {
+    torch.float32: ("fp32", torch.int32),
+    torch.bfloat16: ("bf16", torch.int16),
+    torch.float16: ("fp16", torch.int16),
+}
 
 
 @triton.jit
@@ -112,10 +119,53 @@ def _mx_quantize_kernel(
     )  # fmt: skip
 
 
+@triton.jit
+def decoded_bits(
+    byte, scale, TO: tl.constexpr, MANTISSA_BITS: tl.constexpr, LEAST_EXPONENT: tl.constexpr,
+    LARGEST_CODE: tl.constexpr, INFINITE_CODE: tl.constexpr,
+):  # fmt: skip
+    """Return the bits of a number, of 32 or the last 16, given its byte and its scale's code.
+
+    A byte's exponent and mantissa, moved to where fp32 has them, are the number over a power of
+    two, subnormal or not. Two multiplications, both exact, take about half of the instructions of
+    the same in integers, by which 8 bits would not be decoded as fast as memory gives them.
+    """
+    magnitude = byte & 0x7F
+    bias: tl.constexpr = 1 - LEAST_EXPONENT - MANTISSA_BITS
+    up = tl.full((1, 1, 1), (254 - bias) << 23, tl.int32).to(tl.float32, bitcast=True)
+    number = (magnitude << (23 - MANTISSA_BITS)).to(tl.float32, bitcast=True) * up
+    factor = tl.where(scale == 0, 0x400000, scale << 23).to(tl.float32, bitcast=True)
+    bits = (number * factor).to(tl.int32, bitcast=True)
+    if TO == "bf16":
+        # Four digits at most: only a number below the normal ones is rounded.
+        bits = tl.minimum(bits, 0x7F7F0000)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        infinite: tl.constexpr = 0x7F80
+        nan: tl.constexpr = 0x7FC0
+        sign = (byte & 0x80) << 8
+    elif TO == "fp16":
+        narrow = tl.minimum(bits, 0x477FE000).to(tl.float32, bitcast=True).to(tl.float16)
+        bits = narrow.to(tl.int16, bitcast=True).to(tl.int32)
+        infinite: tl.constexpr = 0x7C00
+        nan: tl.constexpr = 0x7E00
+        sign = (byte & 0x80) << 8
+    else:
+        bits = tl.minimum(bits, 0x7F7FFFFF)
+        infinite: tl.constexpr = 0x7F800000
+        nan: tl.constexpr = 0x7FC00000
+        sign = (byte & 0x80) << 24
+    if INFINITE_CODE < 0x80:
+        bits = tl.where(magnitude == INFINITE_CODE, infinite, bits)
+        is_nan = (magnitude > INFINITE_CODE) | (scale == 255)
+    else:
+        is_nan = (magnitude > LARGEST_CODE) | (scale == 255)
+    return tl.where(is_nan, nan, bits | sign)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _mx_dequantize_kernel(
     elements_ptr, scales_ptr, y_ptr, rows, width, blocks_d, tiles_d, stride_t,
-    COLUMNS: tl.constexpr, SQUARE: tl.constexpr, MANTISSA_BITS: tl.constexpr,
+    TO: tl.constexpr, COLUMNS: tl.constexpr, SQUARE: tl.constexpr, MANTISSA_BITS: tl.constexpr,
     LEAST_EXPONENT: tl.constexpr, LARGEST_CODE: tl.constexpr, INFINITE_CODE: tl.constexpr,
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -136,23 +186,14 @@ def _mx_dequantize_kernel(
             scales_ptr + (t * blocks_d)[:, None] + m[None, :],
             mask=in_t[:, None] & in_m[None, :], other=0,
         )[:, :, None]  # fmt: skip
-    scale = scale.to(tl.int32)
-    magnitude = byte & 0x7F
-    step = tl.maximum(magnitude >> MANTISSA_BITS, 1) - 1
-    whole = magnitude - (step << MANTISSA_BITS)
-    power = step + scale + (LEAST_EXPONENT - 127)
-    as_float = whole.to(tl.float32).to(tl.int32, bitcast=True)
-    exponent = (as_float >> 23) + power
-    subnormal = whole << tl.minimum(tl.maximum(power + 149, 0), 24)
-    bits = tl.where(exponent >= 1, as_float + (power << 23), subnormal)
-    bits = tl.where(exponent >= 255, 0x7F7FFFFF, bits)
-    bits = tl.where(whole == 0, 0, bits)
-    bits = tl.where(magnitude == INFINITE_CODE, 0x7F800000, bits)
-    bits |= (byte & 0x80) << 24
-    is_nan = (magnitude > LARGEST_CODE) & (magnitude != INFINITE_CODE) | (scale == 255)
-    bits = tl.where(is_nan, 0x7FC00000, bits)
+    bits = decoded_bits(
+        byte, scale.to(tl.int32), TO, MANTISSA_BITS, LEAST_EXPONENT, LARGEST_CODE, INFINITE_CODE
+    )
     to = (t * width)[:, None, None] + d[None, :, :]
-    tl.store(y_ptr + to, bits.to(tl.float32, bitcast=True), mask=mask)
+    if TO == "fp32":
+        tl.store(y_ptr + to, bits, mask=mask)
+    else:
+        tl.store(y_ptr + to, bits.to(tl.int16), mask=mask)
 
 
 def empty_outputs(x_TD, along):
@@ -210,20 +251,21 @@ def launch_quantize(x_TD, *, scaling, element, along, seed=None):
     return outputs
 
 
-def launch_dequantize(elements_TD, scales, *, element, along):
-    """Return the numbers in fp32."""
+def launch_dequantize(elements_TD, scales, *, element, along, dtype):
+    """Return the numbers in fp32, bf16 or fp16."""
     (rows, width), form = elements_TD.shape, ELEMENTS[element]
-    y_TD = torch.empty(elements_TD.shape, dtype=torch.float32, device=elements_TD.device)
+    y_TD = torch.empty(elements_TD.shape, dtype=dtype, device=elements_TD.device)
     if elements_TD.numel() == 0:
         return y_TD
     if elements_TD.stride(1) != 1:
         elements_TD = elements_TD.contiguous()
     strips, blocks_d = triton.cdiv(rows, BLOCK), triton.cdiv(width, BLOCK)
     tiles_d = triton.cdiv(blocks_d, _BLOCKS)
+    to, bits = _OUTPUTS[dtype]
     with on_device(elements_TD):
         _mx_dequantize_kernel[(strips * tiles_d,)](
-            elements_TD, scales.contiguous(), y_TD, rows, width, blocks_d, tiles_d,
-            elements_TD.stride(0), COLUMNS=along == "columns", SQUARE=along == "square",
+            elements_TD, scales.contiguous(), y_TD.view(bits), rows, width, blocks_d, tiles_d,
+            elements_TD.stride(0), TO=to, COLUMNS=along == "columns", SQUARE=along == "square",
             MANTISSA_BITS=form.mantissa_bits, LEAST_EXPONENT=form.least_exponent,
             LARGEST_CODE=form.largest_code, INFINITE_CODE=form.infinite_code, BLOCKS=_BLOCKS,
             BLOCK=BLOCK, num_warps=4,

@@ -79,9 +79,9 @@ def _(
 
 @torch.library.custom_op("gem_precision::mx_dequantize", mutates_args=())
 def _dequantize(
-    elements_TD: Tensor, scales: Tensor, element: str, along: str, impl: str
-) -> Tensor:  # fmt: skip
-    given = {"element": element, "along": along}
+    elements_TD: Tensor, scales: Tensor, element: str, along: str, dtype: torch.dtype, impl: str
+) -> Tensor:
+    given: dict[str, Any] = {"element": element, "along": along, "dtype": dtype}
     if resolve_impl(impl, elements_TD.device, "mx_dequantize", has_triton=_HAS_TRITON) == "triton":
         from gem_precision.kernels.mx_quantize.kernel import launch_dequantize
 
@@ -90,8 +90,10 @@ def _dequantize(
 
 
 @_dequantize.register_fake
-def _(elements_TD: Tensor, scales: Tensor, *_: Any) -> Tensor:
-    return elements_TD.new_empty(elements_TD.shape, dtype=torch.float32)
+def _(
+    elements_TD: Tensor, scales: Tensor, element: str, along: str, dtype: torch.dtype, impl: str
+) -> Tensor:
+    return elements_TD.new_empty(elements_TD.shape, dtype=dtype)
 
 
 def _scales_shape(matrix_TD: Tensor, along: str) -> tuple[int, int]:
@@ -107,10 +109,11 @@ def _quantize_cost(x_TD: Tensor, scaling: str, element: str, along: str, *_: Any
 
 
 def _dequantize_cost(
-    elements_TD: Tensor, scales: Tensor, element: str, along: str, *_: Any
-) -> Cost:  # fmt: skip
+    elements_TD: Tensor, scales: Tensor, element: str, along: str, dtype: torch.dtype, *_: Any
+) -> Cost:
     rows, width = elements_TD.shape
-    return mx_dequantize_cost(rows=rows, width=width, along=along)
+    size = dtype.itemsize
+    return mx_dequantize_cost(rows=rows, width=width, along=along, element_bytes=size)
 
 
 register_flops(_quantize, _quantize_cost)
@@ -204,27 +207,31 @@ def mx_quantize_both(
     return by_rows, MxMatrix(found[2], found[3], element, "columns")
 
 
-def mx_dequantize(matrix: MxMatrix, *, impl: Impl = "auto") -> Tensor:
+def mx_dequantize(
+    matrix: MxMatrix, *, dtype: torch.dtype = torch.float32, impl: Impl = "auto"
+) -> Tensor:
     """Return the numbers that an MXFP8 matrix holds.
 
     Args:
         matrix: what ``mx_quantize`` returned, or bytes and scales from elsewhere.
+        dtype: fp32, bf16 or fp16: of the result, which no wider copy precedes.
         impl: who computes it; see ``gem_opkit.impl``.
 
     Returns:
-        fp32, (T, D), contiguous.
+        (T, D), contiguous.
 
     Raises:
         ShapeError: elements that are no matrix, or scales of another shape than theirs.
-        DtypeError: bytes that are not uint8.
+        DtypeError: bytes that are not uint8, or another dtype of the result.
         DeviceError: elements and scales on different devices.
         ConfigError: an unknown word.
         UnsupportedError: an ``impl`` that cannot run here.
 
-    Numerics: exact; what is beyond fp32 becomes its largest finite number. A scale of 255 and an
+    Numerics: exact in fp32, and in bf16 from 2^-133 up; else rounded once to the nearest even. What
+        is beyond the dtype becomes its largest finite number. A scale of 255 and an
         element that is NaN give NaN; an infinite E5M2 element, which ``mx_quantize`` never writes,
         stays infinite.
-    Cost: reads bytes and scales once, writes four bytes an element.
+    Cost: reads bytes and scales once, writes the result once.
     Source: OCP Microscaling Formats 1.0.
     """
     op = "mx_dequantize"
@@ -241,6 +248,10 @@ def mx_dequantize(matrix: MxMatrix, *, impl: Impl = "auto") -> Tensor:
             raise DtypeError(
                 refusal(op, name, must="be uint8", got=tensor.dtype, fix="use view(torch.uint8)")
             )
+    if dtype not in _DTYPES:
+        raise DtypeError(
+            refusal(op, "dtype", must="be fp32, bf16 or fp16", got=dtype, fix="convert the result")
+        )
     expected = _scales_shape(elements_TD, matrix.along)
     if tuple(scales.shape) != expected:
         raise ShapeError(
@@ -254,7 +265,7 @@ def mx_dequantize(matrix: MxMatrix, *, impl: Impl = "auto") -> Tensor:
         )  # fmt: skip
     chosen = resolve_impl(impl, elements_TD.device, op, has_triton=_HAS_TRITON)
     return torch.ops.gem_precision.mx_dequantize(
-        elements_TD, scales, matrix.element, matrix.along, chosen
+        elements_TD, scales, matrix.element, matrix.along, dtype, chosen
     )
 
 

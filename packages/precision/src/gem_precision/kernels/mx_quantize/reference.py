@@ -13,7 +13,8 @@ lie wider, that of the first f after 0.75. It counts as 0.75 there.
 
 An element is x / 2^(s − 127), rounded to nearest even and cut to ±m. The division moves the
 exponent, so that one rounding is left: the 24 bits of x lose all that lies under the element's
-spacing. Decoding is exact, but for what is beyond fp32, which becomes its largest finite number.
+spacing. Decoding to fp32 is exact, but for what is beyond it, which becomes its largest finite
+number; to bf16 and fp16 it is the same, rounded to the nearest even and cut at their largest.
 
 A block with NaN or an infinity has s = 255, and all of its elements are NaN.
 
@@ -45,6 +46,7 @@ from gem_precision.elements import BLOCK, CHANCE_BLOCKS, ELEMENTS, NAN_SCALE
 
 _LARGEST = 0x7F7F_FFFF  # bits of the largest finite number of fp32
 _NAN = 0x7FC0_0000
+_NAN_OF_16_BITS = {torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}
 
 
 def mx_quantize_reference(
@@ -85,9 +87,14 @@ def _words(seed: int, like_TD: Tensor, orientation: int) -> Tensor:
 
 
 def mx_dequantize_reference(
-    elements_TD: Tensor, scales: Tensor, *, element: str, along: str
+    elements_TD: Tensor,
+    scales: Tensor,
+    *,
+    element: str,
+    along: str,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return the numbers in fp32; arguments as in the operator."""
+    """Return the numbers; arguments as in the operator."""
     form = ELEMENTS[element]
     block = {"rows": (1, BLOCK), "columns": (BLOCK, 1), "square": (BLOCK, BLOCK)}[along]
     codes_TD = elements_TD.to(torch.int32)
@@ -107,4 +114,11 @@ def mx_dequantize_reference(
     bits = bits | ((codes_TD & 0x80) << 24)
     is_nan = (magnitude > form.largest_code) & (magnitude != form.infinite_code)
     is_nan = is_nan | (scales_TD == NAN_SCALE)
-    return torch.where(is_nan, _NAN, bits).view(torch.float32)
+    y_TD = torch.where(is_nan, _NAN, bits).view(torch.float32)
+    if dtype == torch.float32:
+        return y_TD
+    most = torch.finfo(dtype).max
+    narrow_TD = torch.where(y_TD.isinf(), y_TD, y_TD.clamp(-most, most)).to(dtype)
+    # Which NaN a cast makes depends on the processor.
+    nan = _NAN_OF_16_BITS[dtype]
+    return torch.where(y_TD.isnan(), nan, narrow_TD.view(torch.int16)).view(dtype)

@@ -117,7 +117,7 @@ def norm_quantize(
     along: MxDirection = "rows",
     impl: Impl = "auto",
 ) -> MxMatrix:
-    """Normalise rows and quantise them to MXFP8 in one pass; the norm itself is never in memory.
+    """Normalise rows and quantise them to MXFP8, in one pass where that gives the same bytes.
 
         y = norm(x + before) · gain + after      elements, scales = Q(y)
 
@@ -148,8 +148,10 @@ def norm_quantize(
 
     Numerics: y is rounded to the dtype of x, so that the bytes are those of ``rms_norm`` or
         ``layer_norm`` and ``mx_quantize`` one after the other, of the same ``impl``.
-    Cost: reads every input once, writes a byte an element and a byte a block. Blocks of columns and
-        squares read each strip of 32 rows once more, from the cache.
+    Cost: reads every input once, writes a byte an element and a byte a block; the norm itself is
+        never in memory. Blocks of columns and squares read each strip of 32 rows once more, from
+        the cache. LayerNorm with blocks of columns or squares takes two kernels, and writes the
+        norm, where the width is no power of two: in one, its mean would have another last bit.
     Source: Meta's GEM training article, for quantising inside the norm.
     """
     if block == "32x32" and along != "rows":
@@ -157,8 +159,8 @@ def norm_quantize(
             refusal(_NAME, "along", must='be "rows" for blocks of 32x32', got=along,
                     fix="leave it out: a square serves both orientations")
         )  # fmt: skip
-    _check_word("block", block, get_args(MxBlock))
-    _check_word("along", along, get_args(MxDirection))
+    _check_word(_NAME, "block", block, get_args(MxBlock))
+    _check_word(_NAME, "along", along, get_args(MxDirection))
     where = "square" if block == "32x32" else along
     inputs = (x_TD, before_TD, after_TD, gain_D)
     found = _quantized(_NAME, inputs, kind, eps, (scaling, element, where), impl)
@@ -178,7 +180,7 @@ def norm_quantize_both(
     element: MxElement = "e4m3",
     impl: Impl = "auto",
 ) -> tuple[MxMatrix, MxMatrix]:
-    """Normalise rows and quantise them by rows and by columns, in one pass.
+    """Normalise rows and quantise them by rows and by columns.
 
     Args:
         x_TD: as ``norm_quantize``.
@@ -198,7 +200,8 @@ def norm_quantize_both(
         ShapeError, DtypeError, DeviceError, ConfigError, UnsupportedError: as ``norm_quantize``.
 
     Numerics: as ``norm_quantize``; both orientations come from y, neither from the other.
-    Cost: as ``norm_quantize``, with two bytes an element.
+    Cost: as ``norm_quantize``, with two bytes an element. Rows of more than 512 elements take two
+        kernels, which are faster there.
     Source: as ``norm_quantize``.
     """
     inputs = (x_TD, before_TD, after_TD, gain_D)
@@ -264,10 +267,10 @@ def _quantized(
     for name, tensor in (("before_TD", before_TD), ("after_TD", after_TD), ("gain_D", gain_D)):
         if tensor is not None:
             _check_beside(op, name, tensor, x_TD)
-    _check_word("kind", kind, get_args(NormKind))
+    _check_word(op, "kind", kind, get_args(NormKind))
     if form is not _WIDE:
-        _check_word("scaling", form[0], get_args(MxScaling))
-        _check_word("element", form[1], get_args(MxElement))
+        _check_word(op, "scaling", form[0], get_args(MxScaling))
+        _check_word(op, "element", form[1], get_args(MxElement))
     if not eps > 0:
         raise ConfigError(
             refusal(op, "eps", must="be above 0", got=eps, fix="it keeps a row of zeros finite")
@@ -300,9 +303,9 @@ def _check_beside(op: str, name: str, tensor: Tensor, x_TD: Tensor) -> None:
         )
 
 
-def _check_word(name: str, word: str, known: tuple[str, ...]) -> None:
+def _check_word(op: str, name: str, word: str, known: tuple[str, ...]) -> None:
     if word not in known:
         raise ConfigError(
-            refusal(_NAME, name, must=f"be one of {', '.join(known)}", got=word,
+            refusal(op, name, must=f"be one of {', '.join(known)}", got=word,
                     fix="take one of these")
         )  # fmt: skip

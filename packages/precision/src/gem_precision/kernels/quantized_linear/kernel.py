@@ -98,7 +98,7 @@ def _mx_product(a_elements, a_scales, b, number_format, dtype):
         return launch_mx_product(
             a_elements.contiguous(), a_scales.contiguous(), b_elements, b_scales, dtype
         )
-    how = {"element": "e4m3", "along": "rows"}
+    how = {"element": "e4m3", "along": "rows", "dtype": torch.float32}
     a = launch_dequantize(a_elements.contiguous(), a_scales, **how)
     return _bf16_product(a, launch_dequantize(b_elements, b_scales, **how), dtype)
 

@@ -193,6 +193,30 @@ register_flops(_forward, _forward_cost)
 register_flops(_backward, _backward_cost)
 
 
+def check_operands(op: str, x_TD: Tensor, weight_FD: Tensor) -> None:
+    """Refuse rows and a weight that no product takes, or that do not fit together.
+
+    Args:
+        op: who asks, for the message.
+        x_TD: rows.
+        weight_FD: the weight.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError: an argument breaks its suffix, dtype or device.
+    """
+    check_shapes(op, x_TD=x_TD, weight_FD=weight_FD)
+    for name, tensor in (("x_TD", x_TD), ("weight_FD", weight_FD)):
+        if tensor.dtype not in _DTYPES:
+            raise DtypeError(
+                refusal(op, name, must="be fp32, bf16 or fp16", got=tensor.dtype, fix="convert it")
+            )
+    if weight_FD.device != x_TD.device:
+        raise DeviceError(
+            refusal(op, "weight_FD", must=f"be on {x_TD.device}", got=weight_FD.device,
+                    fix="move it")
+        )  # fmt: skip
+
+
 def quantized_linear(
     x_TD: Tensor, weight_FD: Tensor, *, formats: LinearFormats, impl: Impl = "auto"
 ) -> Tensor:
@@ -221,18 +245,7 @@ def quantized_linear(
         8 bits.
     Source: DeepSeek-V3 (arXiv:2412.19437); Mishra et al. 2025 (arXiv:2506.08027).
     """
-    check_shapes(_NAME, x_TD=x_TD, weight_FD=weight_FD)
-    for name, tensor in (("x_TD", x_TD), ("weight_FD", weight_FD)):
-        if tensor.dtype not in _DTYPES:
-            raise DtypeError(
-                refusal(_NAME, name, must="be fp32, bf16 or fp16", got=tensor.dtype,
-                        fix="convert it")
-            )  # fmt: skip
-    if weight_FD.device != x_TD.device:
-        raise DeviceError(
-            refusal(_NAME, "weight_FD", must=f"be on {x_TD.device}", got=weight_FD.device,
-                    fix="move it")
-        )  # fmt: skip
+    check_operands(_NAME, x_TD, weight_FD)
     chosen = resolve_impl(impl, x_TD.device, _NAME, has_triton=_HAS_TRITON)
     if chosen == "triton":
         check_formats(formats, x_TD.device)
