@@ -20,9 +20,10 @@ def tables(results: Path) -> str:
     """Everything between the marks."""
     rows = _rows(results / "h200" / "memory.jsonl")
     parts = []
-    for examples in sorted({_examples(row) for row in rows}):
-        own = [row for row in rows if _examples(row) == examples]
-        parts += [_plans(examples, own), _regions(examples, own)]
+    # A table a run: what two commits measured is not to be compared.
+    for examples, commit in dict.fromkeys((_examples(row), row["commit"]) for row in rows):
+        own = [row for row in rows if (_examples(row), row["commit"]) == (examples, commit)]
+        parts += [_plans(examples, commit, own), _regions(examples, own)]
     for folder in sorted(results.iterdir()):
         if (folder / "precision_ne.jsonl").is_file():
             parts.append(_ne(folder.name, _rows(folder / "precision_ne.jsonl")))
@@ -43,9 +44,9 @@ def _plan(row: dict[str, Any]) -> str:
     return row["case"].split(" examples, ", 1)[1]
 
 
-def _plans(examples: int, rows: list[dict[str, Any]]) -> str:
+def _plans(examples: int, commit: str, rows: list[dict[str, Any]]) -> str:
     lines = [
-        f"`h200`, {examples:,} examples on one H200:\n",
+        f"`h200`, {examples:,} examples on one H200, commit {commit[:7]}:\n",
         "| plan | planned, GiB kept | counted | work again, ms by the plan | step, ms | "
         "fastest | peak of the GPU, GiB |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",

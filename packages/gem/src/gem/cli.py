@@ -218,6 +218,16 @@ def _terminated_cleanly(left: str = "nothing was written") -> Iterator[None]:
         raise SystemExit(128 + signal.SIGTERM) from None
 
 
+def _refuse_ranks(where: str, given: str, fix: str) -> None:
+    """Refuse several ranks where each would do, and write, the same."""
+    from gem_opkit.errors import UnsupportedError, refusal
+
+    if (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
+        raise UnsupportedError(
+            refusal(where, given, must="run in one process", got=f"{ranks} ranks", fix=fix)
+        )
+
+
 def _end_early(what: str, reason: int, more: Sequence[str] = ("--resume",)) -> NoReturn:
     """Say how to go on. Only a person's Ctrl-C is no success: all that was done is kept."""
     words = [w for w in sys.argv[1:] if w not in more]
@@ -722,6 +732,8 @@ def bench_ablation_of(  # noqa: PLR0913 - each is an option of the command
     )
     from gem.train.interrupt import Interrupted
 
+    if jobs > 1:
+        _refuse_ranks("gem bench ablation", "--jobs", "leave torchrun or --jobs out")
     folder = out if out is not None else Path("runs") / "ablation" / config.name
     console = _console(as_json=True)
     asked = Ablation(
@@ -733,6 +745,8 @@ def bench_ablation_of(  # noqa: PLR0913 - each is an option of the command
             found = make(asked, lambda line: _say(console, line))
     except Interrupted as stop:
         _end_early(f"a run stopped after step {stop.step}", stop.reason, more=())
+    if os.environ.get("RANK", "0") != "0":
+        return
     write_ablation(found, folder, rows)
     if as_json:
         _print_json({"rows": found})
@@ -809,6 +823,7 @@ def scaling(
     def tell(line: str) -> None:
         typer.echo(line, err=as_json)
 
+    _refuse_ranks("gem scaling", "a ladder", "leave torchrun out; --jobs trains several rungs")
     spec = read_ladder(asked)
     try:
         with _terminated_cleanly("rungs that have ended are kept"):

@@ -258,6 +258,16 @@ def test_the_table_shows_the_rows(trained, tmp_path):
     assert found[0]["versions"]["torch"]
 
 
+def test_processes_of_their_own_are_no_ranks(monkeypatch, tmp_path):
+    """They would take the place of the rank that began them."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    words = ["bench", "ablation", "synthetic-debug", "--jobs", "2", "--out", str(tmp_path / "out")]
+    done = CliRunner().invoke(app, words, obj=SimpleNamespace())
+    assert isinstance(done.exception, UnsupportedError)
+    assert "--jobs must run in one process; got 2 ranks" in str(done.exception)
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_command_lists_what_it_would_train():
     done = CliRunner().invoke(
         app, ["bench", "ablation", "synthetic-debug", "--list"], obj=SimpleNamespace()

@@ -14,7 +14,9 @@ from typer.testing import CliRunner
 from gem import faults
 from gem.cli import app
 from gem.report.page import report_html
+from gem.report.paired import task_losses
 from gem.report.read import read_run
+from gem_opkit.errors import DataError
 
 ROWS = 400
 
@@ -46,6 +48,21 @@ def several(runs, tmp_path):
 
 def said(*words):
     return CliRunner().invoke(app, ["report", *map(str, words)], obj=faults.Asked())
+
+
+@pytest.mark.parametrize("table", [None, {"split": ["test"], "p": [0.5]}])
+def test_predictions_that_cannot_be_read_are_named(several, table):
+    predict(several / "one", 0.0)
+    if table is None:
+        (several / "slow/predictions.parquet").write_bytes(b"PAR1 cut short")
+    else:
+        pq.write_table(pa.table(table), several / "slow/predictions.parquet")
+    out = said(several / "one", several / "slow", "--out", several / "page.html")
+    assert out.exit_code == 0, out.output
+    page = (several / "page.html").read_text()
+    assert "predictions.parquet must be a Parquet file with split, task, row, label, p" in page
+    with pytest.raises(DataError, match=r"write it again with gem eval .*slow --predictions"):
+        task_losses(several / "slow", "click")
 
 
 def test_two_runs_are_compared_on_the_same_rows(several):

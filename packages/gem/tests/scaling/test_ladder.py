@@ -6,6 +6,7 @@ import os
 import signal
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from gem import faults
@@ -13,7 +14,7 @@ from gem.cli import app
 from gem.config import load_recipe
 from gem.scaling import ladder, picture
 from gem.scaling.read import ladders_of, read_ladder, shipped_ladders
-from gem.scaling.rung import RungJob, planted_schema, train_rung
+from gem.scaling.rung import RungJob, _ne, planted_schema, train_rung
 from gem.scaling.spec import PlantedSpec, ScalingSpec
 from gem.train.interrupt import Interrupted
 from gem_opkit.errors import ConfigError, DataError, MeasurementError, UnsupportedError
@@ -219,6 +220,21 @@ def test_a_planted_rung_is_trained(tmp_path):
     assert found["flops_per_example"] == pytest.approx(2e6, rel=1.0)
 
 
+def test_labels_of_one_kind_have_no_ne_of_labels():
+    sums = torch.tensor([8.0, 0.0, 2.0, 4.0, 5.0, 4.5], dtype=torch.float64)
+    entropy = -8 * (0.25 * math.log(0.25) + 0.75 * math.log(0.75))
+    found = _ne(sums)
+    assert found["of_labels"] is None
+    assert found["of_rates"] == pytest.approx(5.0 / entropy)
+    assert _ne(sums * torch.tensor([1, 0, 0, 1, 1, 1]))["of_rates"] is None
+
+
+@pytest.mark.parametrize("key", ["passes=3", "ema_decay=0.9"])
+def test_keys_that_a_planted_rung_would_not_heed_are_refused(key):
+    with pytest.raises(ConfigError, match=rf"train\.{key.partition('=')[0]} must be left out"):
+        planted_schema(load_recipe(BASE, [*SMALL, f"train.{key}"]))
+
+
 def test_a_recipe_has_ladders_of_its_own_sizes():
     found = ladders_of("ml100k-time")
     assert found.law is None
@@ -277,6 +293,25 @@ def test_shipped_ladders_can_be_climbed():
 def test_ladders_that_make_no_sense_are_refused(changed, message):
     with pytest.raises(ValueError, match=message):
         spec(**changed)
+
+
+def test_all_rungs_are_read_before_the_first_is_trained(trained, tmp_path, monkeypatch):
+    ran, _, _ = trained
+    out = tmp_path / "out"
+    wrong = [*RUNGS[:4], {"name": "5", "set": ["model.width=-3"]}]
+    with pytest.raises(ConfigError, match=r"together\.5\.seed-1: .*model\.width"):
+        ladder.climb(spec(ladders=[{"name": "together", "rungs": wrong}]), out)
+    with pytest.raises(ConfigError, match=r'data\.dataset must be "synthetic"'):
+        ladder.climb(spec(recipe="ml100k-time", set=()), out)
+    on_data = {"source": "data", "law": None, "recipe": "synthetic-debug", "set": ()}
+    with pytest.raises(ConfigError, match=r'--device must be left out where source = "data"'):
+        ladder.climb(spec(**on_data), out, device="cuda")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    said = CliRunner().invoke(app, ["scaling", "planted", "--out", str(out)], obj=faults.Asked())
+    assert isinstance(said.exception, UnsupportedError)
+    assert "must run in one process; got 2 ranks" in str(said.exception)
+    assert not ran
+    assert not out.exists()
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path):

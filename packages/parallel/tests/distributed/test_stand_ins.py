@@ -1,11 +1,15 @@
 """Leaves that forward passes read in the place of parameters: whose gradients become theirs."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.func import functional_call
 
+from gem_opkit.errors import ConfigError
 from gem_parallel.contract import ParallelPlan
 from gem_parallel.dense import parallelise
 from gem_parallel.launch import World
@@ -106,3 +110,19 @@ def test_what_nobody_shares_keeps_the_format_of_its_stand_in():
     assert model.weight.grad.dtype == torch.bfloat16
     assert torch.equal(model.weight.grad.float(), torch.ones(1, WIDTH))
     assert not dist.is_initialized()
+
+
+def test_hooks_keep_no_model_alive_and_refuse_gradients_that_nobody_sums():
+    parameter = nn.Parameter(torch.ones(3))
+    copies = CopiedGradients([({"weight": parameter}, None)], divisor=1)
+    (parameter * 2).sum().backward()
+    assert parameter.grad is not None
+    loss = (parameter * 2).sum()
+    del copies
+    gc.collect()
+    with pytest.raises(ConfigError, match="must be kept as long as the model is trained"):
+        loss.backward()
+    alive = weakref.ref(parameter)
+    del parameter, loss
+    gc.collect()
+    assert alive() is None

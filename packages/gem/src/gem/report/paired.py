@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from gem.train.normalized_entropy import CLIP, binary_entropy
@@ -19,6 +20,7 @@ Losses = dict[str, np.ndarray]
 _CHUNK = 100
 _MOST_AT_ONCE = 20_000_000  # rows drawn at a time: some hundred MB
 _PREDICTIONS = "predictions.parquet"
+_COLUMNS = ("split", "task", "row", "label", "p")
 
 
 def task_losses(run: Path, task: str, *, split: str = "test") -> Losses:
@@ -34,7 +36,8 @@ def task_losses(run: Path, task: str, *, split: str = "test") -> Losses:
         ``row``, ``label`` and ``loss`` of each row, in row order, as `row_losses`.
 
     Raises:
-        DataError: the run has no predictions, or none of that task and split.
+        DataError: the run has no predictions, a file that cannot be read, or none of that task and
+            split.
     """
     path = run / _PREDICTIONS
     if not path.is_file():
@@ -47,7 +50,18 @@ def task_losses(run: Path, task: str, *, split: str = "test") -> Losses:
                 fix=f"write them with gem eval {run} --predictions",
             )
         )
-    table = pq.read_table(path, columns=["split", "task", "row", "label", "p"]).to_pydict()
+    try:
+        table = pq.read_table(path, columns=list(_COLUMNS)).select(_COLUMNS).to_pydict()
+    except (pa.ArrowException, KeyError, OSError) as fault:
+        raise DataError(
+            refusal(
+                "paired",
+                f"{path}",
+                must=f"be a Parquet file with {', '.join(_COLUMNS)}",
+                got=str(fault).partition("\n")[0],
+                fix=f"write it again with gem eval {run} --predictions",
+            )
+        ) from fault
     kept = [
         (row, label, p)
         for part, name, row, label, p in zip(

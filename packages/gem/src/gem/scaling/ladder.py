@@ -20,10 +20,11 @@ from statistics import fmean
 from typing import Any
 
 from gem.children import Children, threads_of
+from gem.config import load_recipe
 from gem.scaling.law import Law, fit_law
 from gem.scaling.picture import scaling_svg, write_page
 from gem.scaling.planted import CLICK
-from gem.scaling.rung import RungJob, planted_flops, train_rung
+from gem.scaling.rung import RungJob, planted_flops, planted_schema, train_rung
 from gem.scaling.spec import LadderSpec, RungSpec, ScalingSpec
 from gem.train.interrupt import Interrupted
 from gem_opkit.errors import ConfigError, DataError, GemError, MeasurementError, refusal
@@ -49,15 +50,17 @@ def climb(
         and ``outcome``.
 
     Raises:
-        ConfigError: the folder holds other ladders, or a recipe of a rung is wrong.
+        ConfigError: the folder holds other ladders, a recipe of a rung is wrong, or a device is
+            named where recipes name it.
         DataError: as training, and as `gem.scaling.law.fit_law`; a rung without an NE.
         MeasurementError: the process of a rung has failed; what it said stands on stderr.
         Interrupted: a signal or its time limit ended the run of a rung in this process; it goes on
             when called again.
     """
     say = told or (lambda line: None)
-    _claim(spec, out)
     every = {job_name(job): job for job in _jobs(spec, out, device)}
+    _check(spec, every.values(), device)
+    _claim(spec, out)
     last = _last_rung(spec)
     of_law = [job for job in every.values() if job.ladder == spec.law]
     before = [job for job in of_law if last is not None and job.rung != last.name]
@@ -207,6 +210,27 @@ def _points(spec: ScalingSpec, out: Path) -> tuple[list[float], list[float]]:
 def _told_law(law: Law) -> dict[str, Any]:
     low, high = law.eta_interval
     return asdict(law) | {"eta_low": low, "eta_high": high}
+
+
+def _check(spec: ScalingSpec, jobs: Iterable[RungJob], device: str) -> None:
+    """Refuse what a rung would refuse, before a folder is taken and the first one is trained."""
+    if spec.source == "data" and device != "auto":
+        raise ConfigError(
+            refusal(
+                "gem scaling",
+                "--device",
+                must='be left out where source = "data": each rung trains as its recipe says',
+                got=device,
+                fix="write train.device into the ladder's set",
+            )
+        )
+    for job in jobs:
+        try:
+            config = load_recipe(job.recipe, job.settings, seed=job.seed)
+            if job.planted is not None:
+                planted_schema(config)
+        except ConfigError as fault:
+            raise ConfigError(f"gem scaling: {job_name(job)}: {fault}") from fault
 
 
 def _claim(spec: ScalingSpec, out: Path) -> None:

@@ -99,8 +99,23 @@ def planted_schema(config: RunConfig) -> BatchSchema:
         the schema.
 
     Raises:
-        ConfigError: another data set.
+        ConfigError: another data set, or keys of a run that no rung of such a world has.
     """
+    for key, is_set in (
+        ("passes", config.train.passes > 1),
+        ("ema_decay", config.train.ema_decay is not None),
+    ):
+        if is_set:
+            raise ConfigError(
+                refusal(
+                    "gem scaling",
+                    f"train.{key}",
+                    must="be left out where the world is planted: one pass over examples that are "
+                    "drawn, and the weights themselves are scored",
+                    got=getattr(config.train, key),
+                    fix='leave it out, or set source = "data"',
+                )
+            )
     if config.data.dataset != "synthetic":
         raise ConfigError(
             refusal(
@@ -289,13 +304,14 @@ def _sums(p_BA: Tensor, one: Drawn) -> Tensor:
     return torch.stack([part.sum() for part in parts])
 
 
-def _ne(sums: Tensor) -> dict[str, float]:
+def _ne(sums: Tensor) -> dict[str, float | None]:
+    """NE of labels, of rates, and of those who know the rates; None where there is no entropy."""
     count, clicks, expected, of_labels, of_rates, known = sums.tolist()
-    entropy = count * binary_entropy(expected / count)
+    seen, entropy = (count * binary_entropy(sum_ / count) for sum_ in (clicks, expected))
     return {
-        "of_labels": of_labels / (count * binary_entropy(clicks / count)),
-        "of_rates": of_rates / entropy,
-        "known": known / entropy,
+        "of_labels": of_labels / seen if seen else None,
+        "of_rates": of_rates / entropy if entropy else None,
+        "known": known / entropy if entropy else None,
     }
 
 

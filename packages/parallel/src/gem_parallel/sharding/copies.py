@@ -10,8 +10,8 @@ in the format of that one, is widened on its way into the bucket, and becomes th
 there is nobody to sum it with, it stays in that format.
 """
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,8 +59,26 @@ class CopiedGradients:
             for leaf in bucket.leaves:
                 leaf.register_post_accumulate_grad_hook(self._counter(index))
 
-    def _counter(self, index: int) -> Any:
-        return lambda parameter: self._arrived(index)
+    def _counter(self, index: int) -> Callable[[Tensor], None]:
+        # A parameter holds its hooks where no garbage collector looks: through them and the buckets
+        # it would hold itself, and all memory of a model, for ever.
+        owner = weakref.ref(self)
+
+        def arrived(parameter: Tensor) -> None:
+            merging = owner()
+            if merging is None:
+                raise ConfigError(
+                    refusal(
+                        "parallelise",
+                        "its result",
+                        must="be kept as long as the model is trained",
+                        got="gradients after it was dropped, which nobody would sum over ranks",
+                        fix="hold it beside the model",
+                    )
+                )
+            merging._arrived(index)
+
+        return arrived
 
     def forget(self, *_: object) -> None:
         """Begin anew, should the last backward pass have ended in an error."""
