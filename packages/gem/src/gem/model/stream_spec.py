@@ -6,7 +6,6 @@ from pydantic import Field, model_validator
 
 from gem_attention.contract import GdpaActivation, Rotary, ScaleRule
 from gem_opkit.contract import Contract
-from gem_opkit.impl import Impl
 
 Width = Annotated[int, Field(gt=0)]
 Dropout = Annotated[float, Field(ge=0, lt=1, description="share of values set to 0 in training")]
@@ -76,7 +75,7 @@ class StreamSpec(Contract):
     gdpa_scale: ScaleRule = Field(
         default="inverse_max_tokens", description="factor of the scores of GDPA"
     )
-    gdpa_impl: Impl = Field(
+    gdpa_impl: Literal["auto", "reference", "triton"] = Field(
         default="auto",
         description="who computes GDPA-PFFN: triton, its norms, attention and residuals as one "
         "operator, refused where the kernels do not run; reference, one operator after the other; "

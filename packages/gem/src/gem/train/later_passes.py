@@ -21,7 +21,6 @@ from gem_opkit.errors import UnsupportedError, refusal
 
 if TYPE_CHECKING:
     from gem.train.run import Run
-    from gem.train.step import TrainStep
 
 
 def pass_of(spec: TrainSpec, step: int, total_steps: int) -> int:
@@ -52,12 +51,12 @@ def tables_rest(spec: TrainSpec, step: int, total_steps: int) -> bool:
     return spec.later_passes == "freeze_tables" and pass_of(spec, step, total_steps) > 0
 
 
-def refuse_engine(spec: TrainSpec, step: "TrainStep") -> None:
+def refuse_engine(spec: TrainSpec, *, has_engine: bool) -> None:
     """Refuse what is built for tables that every rank holds.
 
     Args:
         spec: the recipe's ``[train]``.
-        step: built.
+        has_engine: whether an engine holds the tables.
 
     Raises:
         UnsupportedError: names the key.
@@ -67,7 +66,7 @@ def refuse_engine(spec: TrainSpec, step: "TrainStep") -> None:
         "row_l2": (spec.row_l2, spec.row_l2 > 0),
     }
     for key, (got, is_set) in wanted.items():
-        if is_set and step.engine is not None:
+        if is_set and has_engine:
             raise UnsupportedError(
                 refusal(
                     "gem train",

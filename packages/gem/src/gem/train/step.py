@@ -185,7 +185,7 @@ class TrainStep:
         if self.spec.ema_decay is not None:
             self.ema = {name: p.detach().clone() for name, p in self.dense.items()}
         self._table_lr = self.spec.tables.lr
-        refuse_engine(self.spec, self)
+        refuse_engine(self.spec, has_engine=self.engine is not None)
         # Lookups run inside the model's forward pass; their time is booked under the tables. Those
         # of an evaluation are no time of training.
         lookups.register_forward_pre_hook(lambda module, *_: _mark(clock, module, "tables"))
