@@ -5,9 +5,10 @@ import copy
 import pytest
 import torch
 
-from gem.model.expert_kinds import EXPERTS, pair_count
+from gem.model.expert_kinds import EXPERTS
 from gem.model.expert_spec import ExpertsSpec
 from gem.model.interaction import ExpertMixture, WukongExpert
+from gem.model.structure import pair_count
 
 WIDTH = 4
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from gem.model.expert_spec import ExpertKind, ExpertsSpec
 from gem.model.spec import MlpActivation
+from gem.model.structure import pair_count
 from gem.model.token_linear import TokenLinear
 from gem_precision.layers import LayerNorm, Mlp, Projection, RmsNorm
 
@@ -200,15 +201,3 @@ EXPERTS: dict[ExpertKind, type[nn.Module]] = {
     "mlp": MlpExpert,
     "attention": AttentionExpert,
 }
-
-
-def pair_count(tokens: int) -> int:
-    """Count the products that `DotExpert` makes of its tokens.
-
-    Args:
-        tokens: tokens, at least 1.
-
-    Returns:
-        pairs of different tokens; 1 for a single token.
-    """
-    return tokens * (tokens - 1) // 2 if tokens > 1 else 1

@@ -19,6 +19,7 @@ from gem.model.structure import (
     expert_parts,
     feature_tokens,
     head_width,
+    pair_count,
     pooled_tokens,
     reads_summary,
     reduce_schema,
@@ -368,7 +369,7 @@ def _cross(spec: ExpertsSpec, width: int, examples: int, count: int) -> PassFlop
 
 
 def _dot(spec: ExpertsSpec, width: int, examples: int, count: int) -> PassFlops:
-    pairs = count * (count - 1) // 2 or 1
+    pairs = pair_count(count)
     total = _linear(examples * count, width, count)
     return total + _mlp(examples, (pairs, *spec.mlp_widths, spec.tokens * width))
 

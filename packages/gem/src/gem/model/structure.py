@@ -283,3 +283,15 @@ def check_tasks(name: str, given: Mapping[str, float], tasks: tuple[str, ...]) -
                 fix="correct or remove them",
             )
         )
+
+
+def pair_count(tokens: int) -> int:
+    """Count the products that a dot expert makes of its tokens.
+
+    Args:
+        tokens: tokens, at least 1.
+
+    Returns:
+        pairs of different tokens; 1 for a single token.
+    """
+    return tokens * (tokens - 1) // 2 if tokens > 1 else 1

@@ -6,6 +6,7 @@ Counted as in `gem.planning.operators`; the same test holds what is kept to auto
 from gem.model.expert_spec import ExpertKind, ExpertsSpec
 from gem.model.flops import PassFlops, experts_flops
 from gem.model.spec import GemSpec
+from gem.model.structure import pair_count
 from gem.planning.operators import Passes
 
 _WIDE = 4  # bytes of fp32
@@ -82,7 +83,7 @@ def _wukong(
 
 
 def _dot(found: Passes, width: int, tokens: int, examples: int, e: int) -> None:
-    pairs = tokens * (tokens - 1) // 2 or 1
+    pairs = pair_count(tokens)
     # All products written; half of them picked, and their gradients put back among zeros.
     found.add(examples * tokens * tokens, e, 2 * e)
     found.add(examples * pairs, 2 * e, 2 * e, e)

@@ -14,6 +14,7 @@ from gem.model.structure import (
     feature_tokens,
     head_width,
     module_key,
+    pair_count,
     pooled_tokens,
     reads_summary,
     streams_read,
@@ -223,7 +224,7 @@ def expert_parameters(
     if kind == "mlp":
         return _mlp(f"{name}.mlp", (flat, *spec.mlp_widths, outputs))
     if kind == "dot":
-        return _mlp(f"{name}.mlp", (tokens * (tokens - 1) // 2 or 1, *spec.mlp_widths, outputs))
+        return _mlp(f"{name}.mlp", (pair_count(tokens), *spec.mlp_widths, outputs))
     compress = Parameter(f"{name}.compress.weight", spec.tokens, tokens)
     if kind == "cross":
         layers = range(spec.cross_layers)
