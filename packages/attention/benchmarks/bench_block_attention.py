@@ -41,13 +41,15 @@ from gem_opkit.cost import Cost
 from gem_opkit.impl import Impl
 
 BLOCK = 64
-# On a GPU: the published number of tokens, one stream of a model with blocks of each length, and
-# the published batch, which alone has the peers that compile for long and the reference.
+# On a GPU: the published number of tokens, one stream of a model with blocks of each length and
+# with narrow heads, and the published batch, which alone has the peers that compile for long and
+# the reference.
 GPU_CASES = [
     (case, block_tokens)
     for name, lengths in (
         ("blocks_1735537_tokens", (64,)),
         ("blocks_2048_fill_.5", (64, 128, 32)),
+        ("blocks_2048_fill_.5_width_64", (128,)),
         ("blocks_2000_fill_.7", (64,)),
     )
     for case in CASES

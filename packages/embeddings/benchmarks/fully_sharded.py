@@ -1,5 +1,8 @@
 """Two sharding groups on two GPUs: plain 2D, exact 2D, fully sharded 2D; time of a step and memory.
 
+Fully sharded rows are gathered by the backend and by copy engines; how long one gathering of all
+rows and accumulators takes with nothing beside it stands in the row.
+
 Then one group of both GPUs: bytes of its exchange, and the share of a step in which nothing but
 the exchange runs. 26 tables feed a dense part of twelve wide layers. The variants train in turn
 in one process, the ids of the next batch under way while one trains. Run
@@ -27,6 +30,7 @@ from gem_embeddings.plan import place_tables
 from gem_embeddings.sharded.engine import TorchTables
 from gem_jagged.batch import Jagged
 from gem_opkit.bench import provenance, write_rows
+from gem_parallel.copy_engine.choose import GatherChoice
 from gem_parallel.launch import World, process_group
 
 GPU = torch.cuda.is_available()
@@ -34,8 +38,12 @@ TABLES, ROWS, WIDTH, EXAMPLES, IDS = (26, 200_000, 128, 8192, 10) if GPU else (3
 LAYERS, DENSE_WIDTH = (12, 8192) if GPU else (2, 64)
 ROUNDS, STEPS = 4, 4
 # What ends a step: a mean of all rows, nothing, gradients exchanged before rows move, the mean of
-# slices, that with rows gathered ahead.
-VARIANTS = ("plain", "no sync", "exact", "fully sharded", "gathered ahead")
+# slices, that with rows gathered ahead; the last two by copy engines.
+VARIANTS = (
+    *("plain", "no sync", "exact", "fully sharded", "gathered ahead"),
+    *("copied", "copied ahead"),
+)
+AHEAD = ("gathered ahead", "copied ahead")
 
 
 def main() -> None:
@@ -66,7 +74,9 @@ def two_groups(
     """A row of each variant; what they hold is gone afterwards."""
     plain, sliced = (engine_of(world, fully_sharded=fully) for fully in (False, True))
     exact = engine_of(world, fully_sharded=False, replicas="gradients")
-    engines = dict(zip(VARIANTS, (plain, plain, exact, sliced, sliced), strict=True))
+    copied = engine_of(world, fully_sharded=True, copies=GPU)
+    of_variants = (plain, plain, exact, sliced, sliced, copied, copied)
+    engines = dict(zip(VARIANTS, of_variants, strict=True))
     took: dict[str, list[float]] = {name: [] for name in VARIANTS}
     for turn in range(ROUNDS + 1):
         for name, engine in engines.items():
@@ -74,15 +84,19 @@ def two_groups(
             # The first turn compiles kernels, the first step of each warms up.
             took[name] += times[1:] if turn else []
     rows: list[dict[str, Any]] = []
+    gathers = {engine: gather_ms(engine) for engine in (sliced, copied)}
     for name, engine in engines.items():
-        others = [other for other in (plain, sliced, exact) if other is not engine]
-        timed(sliced, net, batches, "fully sharded")  # leaves nothing gathered
+        others = [other for other in (plain, sliced, exact, copied) if other is not engine]
+        for each in (sliced, copied):
+            timed(each, net, batches, "fully sharded")  # leaves nothing gathered
+        # Memory that peers see is none of the allocator's.
+        outside = copied.resident_bytes()
         if GPU:
             torch.cuda.reset_peak_memory_stats()
         timed(engine, net, batches, name)
         held = engine.resident_bytes()
         beside = sum(other.resident_bytes() for other in others)
-        peak = torch.cuda.max_memory_allocated() - beside if GPU else None
+        peak = torch.cuda.max_memory_allocated() + outside - beside if GPU else None
         rows.append(
             {
                 "bench": "fully_sharded",
@@ -91,10 +105,25 @@ def two_groups(
                 "over_plain": median(took[name]) / median(took["plain"]),
                 "rows_bytes_after_step": held,
                 "peak_bytes": peak,
+                "gather_ms": gathers.get(engine),
                 "ids": sum(batch.total_tokens for batch in batches[0].values()),
             }
         )
     return rows
+
+
+def gather_ms(engine: TorchTables) -> float:
+    """Time of gathering all rows and accumulators, alone; the median of some."""
+    took: list[float] = []
+    for _ in range(STEPS + 1):
+        wait()
+        begun = time.perf_counter()
+        engine.gather_ahead(backward=True)
+        engine.wait_gathered()
+        wait()
+        took.append((time.perf_counter() - begun) * 1e3)
+        engine.load_table_state(engine.table_state())  # lets go of the whole
+    return median(took[1:])
 
 
 def exchange(
@@ -143,6 +172,7 @@ def engine_of(
     groups: int | None = None,
     wire: RowDtype = "fp32",
     replicas: Exchanged = "weights",
+    copies: bool = False,
 ) -> TorchTables:
     """Tables in groups of one rank, whole or sliced; with ``groups=1`` cut by rows over all."""
     groups = world.size if groups is None else groups
@@ -164,7 +194,11 @@ def engine_of(
         fully_sharded=fully_sharded,
         optimizer=rule,
     )
-    engine = build_tables(specs, (), plan, rule, world, wire_dtype=wire, replicas=replicas)
+    gathers = GatherChoice("copy_engine", named=("fully_sharded", "gathers"), what="tables")
+    engine = build_tables(
+        specs, (), plan, rule, world, wire_dtype=wire, replicas=replicas,
+        gathers=gathers if copies else None,
+    )  # fmt: skip
     if not isinstance(engine, TorchTables):
         raise TypeError(type(engine))
     return engine
@@ -216,7 +250,7 @@ def train(
     coming = engine.start(following)
     x_BD = torch.cat([vector.to(torch.bfloat16) for vector in vectors.values()], dim=1)
     middle_BF = net[:LAYERS](x_BD)
-    ahead = name == "gathered ahead"
+    ahead = name in AHEAD
     if ahead:
 
         def gather(_: Tensor) -> None:

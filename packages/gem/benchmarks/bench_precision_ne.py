@@ -8,8 +8,8 @@ heads and last layer computes in 8 bits, whatever its width (``least_width = 0``
 ``fp8_block`` without these exceptions. ``kept_fp8`` and ``kept_fp4`` compute as bf16 does and keep
 every activation for the backward pass in 8 or 4 bits. Into
 ``results/<device>/precision_ne.jsonl`` goes a row a precision and task: the difference of NE to
-bf16 on the test rows, its 95 % interval by a paired bootstrap, and beside it what another seed
-alone makes in bf16. Rows of the same case replace older
+bf16 on the test rows, its 95 % interval by a paired bootstrap over rows and another by Student over
+seeds, and beside it what another seed alone makes in bf16. Rows of the same case replace older
 ones.
 """
 
@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 from bench_quality import paired_bootstrap, run_recipe, test_rows
+from known_rates_compare import over_seeds
 from rich.console import Console
 
 from gem.config import load_recipe
@@ -102,6 +103,8 @@ def rows_of(
                     "seeds": list(seeds),
                     **paired_bootstrap(own, base),
                     "ne_difference_by_seed": each,
+                    "seeds_low_95": over_seeds(each)["low_95_frac"],
+                    "seeds_high_95": over_seeds(each)["high_95_frac"],
                     "ne_bf16": [run.summary["test"][task]["ne"] for run in runs[BASE]],
                     "bf16_between_seeds": statistics.fmean(map(abs, others)) if others else None,
                     "steps": done[0].summary["steps"],

@@ -15,7 +15,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from gem.scaling.picture import law_words
+from gem.scaling.picture import GAIN_COLUMNS, gain_rows, law_words, synergy_words
 from gem_opkit.bench import device_folder, write_rows
 
 RESULTS = Path(__file__).resolve().parents[3] / "results"
@@ -23,10 +23,12 @@ BEGIN, END = "<!-- measured -->\n", "<!-- end -->"
 
 
 def rows_of(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row a rung, and one for the law."""
+    """A row a rung that was trained, and one for the law."""
     name = Path(found["spec"]["recipe"]).stem
     rows = []
     for rung in found["rungs"]:
+        if "same_as" in rung:
+            continue
         own = {key: value for key, value in rung.items() if key != "provenance"}
         case = f"{name}, {rung['ladder']} {rung['rung']}, seed {rung['seed']}"
         rows.append({"bench": "scaling", "case": case, **own, **rung["provenance"]})
@@ -57,6 +59,7 @@ def page_part(found: dict[str, Any], picture: Path | None) -> str:
         f"`{Path(spec['recipe']).stem}` on {rungs[0]['device']}: {rungs[0].get('examples'):,} "
         f"examples a rung, seeds {', '.join(map(str, spec['seeds']))}.\n",
         *law_words(found),
+        *synergy_words(found),
         "",
     ]
     if picture is not None:
@@ -73,6 +76,12 @@ def page_part(found: dict[str, Any], picture: Path | None) -> str:
             f"{rung['seed']} | {'' if size is None else format(size['dense'], ',')} | "
             f"{rung['examples_per_s']:,.0f} |"
         )
+    lines += [
+        "",
+        f"| {' | '.join(GAIN_COLUMNS)} |",
+        "| --- | --- | --- | ---: | ---: | ---: |",
+        *(f"| {' | '.join(cells)} |" for cells in gain_rows(found)),
+    ]
     known = rungs[0].get("ne_of_rates")
     if known is not None:
         lines += ["", f"Who knows every taste would reach NE {known:.4f} on the same examples."]

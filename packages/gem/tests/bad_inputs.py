@@ -254,6 +254,10 @@ CASES = (
         *("A bench", "a document of a long run"),
         ("bench", "step", "synthetic-debug", "--endure", "5", "--out", "step.json"),
     ),
+    Case(
+        *("A bench", "a warm-up of a comparison"),
+        ("bench", "step", "synthetic-debug", "--check", "50", "--warmup", "2"),
+    ),
     Case("The recipe", "no such recipe", ("train", "synthetic-debugg")),
     Case("The recipe", "no such file", ("train", "recipes/mine.toml")),
     Case("The recipe", "a folder in its place", ("train", "data")),

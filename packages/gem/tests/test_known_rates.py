@@ -77,24 +77,65 @@ def test_a_batch_is_that_of_its_number(world, drawn):
     assert not torch.equal(other.rates_BA, drawn.rates_BA)
 
 
-def test_runs_on_the_same_batches_are_compared(world):
-    import bench_known_rates as bench
+@pytest.fixture
+def base(world):
+    import known_rates_run
 
-    rng = np.random.default_rng(0)
-    losses = 100 * (1 + 0.1 * rng.random((64, 1, 4)))
-    base = bench.Run(losses, losses, 64, ("click",), 1, 128, "", 1.0, 0.0, 0.0, "cpu")
+    losses = 100 * (1 + 0.1 * np.random.default_rng(0).random((64, 1, 4)))
+    return known_rates_run.Run(losses, losses, ("click",), 1, 128, "", 1.0, 0.0, 0.0, "cpu")
+
+
+def test_runs_on_the_same_batches_are_compared(base):
+    from known_rates_compare import compare
+
+    rng, losses = np.random.default_rng(1), base.progressive
     more = replace(base, progressive=losses * (1 + 1e-3 * rng.standard_normal((64, 1, 1))))
-    same = bench.compare([base], [base], 0, "progressive", 2)
-    assert (same["difference_frac"], same["low_95_frac"], same["high_95_frac"]) == (0, 0, 0)
+    same = compare([base], [base], 0, "progressive", 2)
+    blocks = same["blocks_low_95_frac"], same["blocks_high_95_frac"]
+    assert (same["difference_frac"], *blocks) == (0, 0, 0)
+    # One seed says nothing of the next.
+    assert same["low_95_frac"] is same["between_seeds_frac"] is None
     # An independent interval, of the normal law, for the mean over 64 batches.
-    found = bench.compare([more], [base], 0, "progressive", 2)
+    found = compare([more], [base], 0, "progressive", 2)
     own, other = more.progressive[:, 0, 2], losses[:, 0, 2]
     middle, half = own.sum() / other.sum() - 1, 1.96 * (own / other).std() / 8
     assert found["difference_frac"] == pytest.approx(middle, rel=1e-9)
-    assert found["high_95_frac"] - middle == pytest.approx(half, rel=0.25)
-    assert middle - found["low_95_frac"] == pytest.approx(half, rel=0.25)
-    half = bench.compare([more], [base], 0, "second_half", 2)
+    assert found["blocks_high_95_frac"] - middle == pytest.approx(half, rel=0.25)
+    assert middle - found["blocks_low_95_frac"] == pytest.approx(half, rel=0.25)
+    half = compare([more], [base], 0, "second_half", 2)
     assert half["difference_frac"] == pytest.approx(own[32:].sum() / other[32:].sum() - 1)
-    short = bench.compare([replace(more, progressive=more.progressive[:9])], [base], 0,
-                          "progressive", 2)  # fmt: skip
-    assert short["difference_frac"] == pytest.approx(own[:9].sum() / other[:9].sum() - 1)
+    assert compare([replace(more, held_out=losses[:0])], [base], 0, "held_out", 2) is None
+
+
+def test_the_interval_over_seeds_holds_the_chance_that_seeds_draw(base):
+    """Two trainings part by chance: the interval of 4 seeds holds 0 in 19 of 20 cases."""
+    from known_rates_compare import compare, over_seeds
+
+    # By a table of Student's distribution: 3.182 standard errors for 3 degrees of freedom.
+    found = over_seeds([1.0, 2.0, 3.0, 6.0])
+    assert found["high_95_frac"] == pytest.approx(3.0 + 3.18245 * np.sqrt(14 / 3) / 2, rel=1e-5)
+    rng, held = np.random.default_rng(2), []
+    for _ in range(400):
+        off = 1e-3 * rng.standard_normal(4)
+        runs = [replace(base, seed=n, progressive=base.progressive * (1 + x))
+                for n, x in enumerate(off)]  # fmt: skip
+        one = over_seeds([float(x) for x in off])
+        held.append(one["low_95_frac"] < 0 < one["high_95_frac"])
+    assert 0.91 < np.mean(held) < 0.98
+    last = compare(runs, [base] * 4, 0, "progressive", 2)
+    assert last["difference_frac"] == pytest.approx(one["difference_frac"], abs=1e-12)
+    assert last["low_95_frac"] == pytest.approx(one["low_95_frac"], abs=1e-12)
+
+
+def test_a_row_holds_the_seeds_that_both_sides_have(base):
+    from known_rates_compare import row, told
+    from known_rates_run import Asked
+
+    asked = Asked("fp8_block", 3, "recipe", (), 64 * 128, 0, "cpu", 0.0)
+    off = {n: replace(base, seed=n, progressive=base.progressive * (1 + n * 1e-3)) for n in (1, 2)}
+    whole = dict.fromkeys((1, 2, 3), base)
+    made = row("fp8_block", 0, {"bf16": whole, "fp8_block": off}, asked)
+    assert made["seeds"] == [1, 2]
+    assert made["progressive"]["of_rates"]["by_seed_frac"] == pytest.approx([1e-3, 2e-3])
+    assert "2 seeds" in told(made)
+    assert row("fp8_block", 0, {"bf16": whole}, asked) is None

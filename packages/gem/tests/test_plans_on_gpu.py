@@ -57,6 +57,11 @@ PLANS = {
     "copies": ["parallel.replicate=2"],
     "shards": ["parallel.shard=2", "parallel.table_shard=2"],
     "experts": ["parallel.expert=2", "parallel.fully_sharded_tables=true"],
+    # What experts exchange, and slices of tables that are copied, beside the event streams.
+    "sides": [
+        *("parallel.expert=2", "parallel.overlap_sides=true"),
+        *("parallel.fully_sharded_tables=true", "parallel.gathers=measured"),
+    ],
 }
 STEPS, SAVED = 6, 3
 

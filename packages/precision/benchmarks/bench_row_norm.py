@@ -1,7 +1,10 @@
 """Time ``rms_norm`` and ``layer_norm`` against torch's own norms, eager and compiled.
 
 What is fused with a norm here, residuals before and after it or a gate, is written out for the
-peers; ``torch.compile`` fuses it too.
+peers; ``torch.compile`` fuses it too. Of a tensor that is added before the norm a peer's forward
+may keep the sum: it writes a tensor more, and its backward reads one less than ours, which forms
+the sum again. Only a forward with its backward then moves the same bytes whoever computes it, so
+such cases have a row of both (``_training``) in place of one of the backward.
 
 Run ``python packages/precision/benchmarks/bench_row_norm.py`` in the repository's root.
 """
@@ -73,10 +76,13 @@ def check(case: NormCase, device: str) -> None:
 def rows_of(case: NormCase, device: str) -> list[BenchCase]:
     inputs = tensors_of(case, device, case.rows)
     sizes = {"rows": case.rows, "width": case.width, "element_bytes": inputs[0].element_size()}
-    costs: dict[str, Cost] = {
-        "forward": row_norm_cost(**sizes, before=case.before, after=case.after, affine=case.affine),
-        "backward": row_norm_backward_cost(**sizes, before=case.before, affine=case.affine),
-    }
+    forward = row_norm_cost(**sizes, before=case.before, after=case.after, affine=case.affine)
+    backward = row_norm_backward_cost(**sizes, before=case.before, affine=case.affine)
+    costs: dict[str, Cost] = {"forward": forward}
+    if case.before:
+        costs["training"] = forward + backward
+    else:
+        costs["backward"] = backward
     everyone: dict[str, Call] = {"": partial(ours, case), "eager": partial(theirs, case)}
     if device.startswith("cuda"):
         # Cases share a function: behind eight of its graphs the compiler would run it as it is.
@@ -84,8 +90,7 @@ def rows_of(case: NormCase, device: str) -> list[BenchCase]:
         everyone["compiled"] = torch.compile(partial(theirs, case), dynamic=False)
     rows = []
     for which, cost in costs.items():
-        make = backward_of if which == "backward" else forward_of
-        timed = {who: make(call, inputs) for who, call in everyone.items()}
+        timed = {who: _MAKERS[which](call, inputs) for who, call in everyone.items()}
         rows.append(
             BenchCase(
                 name=f"{case.name}_{which}",
@@ -112,6 +117,15 @@ def forward_of(fn: Call, inputs: tuple[Tensor, ...]) -> Call:
     """Return a call of the forward pass alone."""
     plain = [x.detach() for x in inputs]
     return lambda: fn(*plain)
+
+
+def training_of(fn: Call, inputs: tuple[Tensor, ...]) -> Call:
+    """Return a call of the forward pass and of its backward."""
+    upstream = torch.randn_like(inputs[0])
+    return lambda: torch.autograd.grad(fn(*inputs), inputs, upstream)
+
+
+_MAKERS = {"forward": forward_of, "backward": backward_of, "training": training_of}
 
 
 def groups_of(device: str) -> Iterable[Group]:

@@ -19,7 +19,13 @@ from gem_opkit.testing import (
     poisoned_empty,
 )
 from gem_precision.costs import block_quantize_cost
-from gem_precision.ops import block_dequantize, block_quantize, block_quantize_both
+from gem_precision.kernels.block_quantize.op import BlockMatrix
+from gem_precision.ops import (
+    block_dequantize,
+    block_dequantize_into,
+    block_quantize,
+    block_quantize_both,
+)
 
 anywhere = pytest.mark.parametrize(
     ("impl", "device"),
@@ -204,6 +210,39 @@ def test_numbers_come_back(impl, device):
     assert torch.equal(y_TD[keep], x_TD[keep])
 
 
+@anywhere
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_numbers_are_written_in_one_pass_as_plain_torch_gives_them(impl, device, dtype):
+    """All 256 codes under scales of every size, ragged edges, NaN, rows that lie apart."""
+    rows, width = 140, 200
+    codes = torch.arange(rows * width, dtype=torch.int64).remainder(256).to(torch.uint8)
+    scales = torch.tensor([[1.0, 2.0**-117], [2.0**119, math.nan]])
+    matrix = BlockMatrix(codes.view(rows, width), scales, "128x128")
+    on = BlockMatrix(matrix.elements_TD.to(device), scales.to(device), "128x128")
+    wanted = block_dequantize(matrix).to(dtype)
+    room = torch.full((rows, width + 3), 7.0, dtype=dtype, device=device)
+    block_dequantize_into(room[:, :width], on, impl=impl)
+    assert torch.equal(room[:, width:].cpu(), torch.full((rows, 3), 7.0, dtype=dtype))
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    found, right = room[:, :width].cpu(), wanted
+    assert torch.equal(found.isnan(), right.isnan())
+    assert bool(right.isnan().any())
+    found, right = found.nan_to_num(0.0).view(bits), right.nan_to_num(0.0).view(bits)
+    assert torch.equal(found, right)
+
+
+def test_where_numbers_cannot_be_written_is_refused():
+    wide, rows = (block_quantize(torch.ones(3, 5), block=b) for b in ("128x128", "1x128"))
+    with pytest.raises(ShapeError, match=r"out_TD must be \(3, 5\) with whole rows; got \(5, 3\)"):
+        block_dequantize_into(torch.empty(5, 3), wide)
+    with pytest.raises(ShapeError, match=r"got \(3, 5\) with strides \(1, 3\)"):
+        block_dequantize_into(torch.empty(5, 3).T, wide)
+    with pytest.raises(DtypeError, match=r"out_TD must be fp32, bf16 or fp16; got torch\.float64"):
+        block_dequantize_into(torch.empty(3, 5, dtype=torch.float64), wide)
+    with pytest.raises(ConfigError, match="matrix must have blocks of 128x128; got 1x128"):
+        block_dequantize_into(torch.empty(3, 5), rows)
+
+
 def test_a_square_is_that_of_the_transposed_matrix():
     x_TD = torch.randn(140, 200)
     plain, turned = block_quantize_both(x_TD)
@@ -243,6 +282,18 @@ def test_kernels_compile_without_spills():
         assert done.stack_bytes == 0, done.variant
         assert "cvt.rn.satfinite.e4m3x2.f32" in done.ptx, done.variant
         assert ".ftz" not in done.ptx, done.variant
+    widen = KernelVariant(
+        "_widen_kernel",
+        {
+            "elements_ptr": "*u8", "scales_ptr": "*fp32", "out_ptr": "*bf16", "rows": "i32",
+            "width": "i32", "blocks_d": "i32", "stride_t": "i32",
+        },
+        {"ROWS": 32, "BLOCK": 128},
+        aligned=["elements_ptr", "scales_ptr", "out_ptr", "width", "stride_t"],
+    )  # fmt: skip
+    for done in compile_kernels(module, [widen], capabilities=[90]):
+        assert done.stack_bytes == 0
+        assert "st.global.v4" in done.ptx
 
 
 @pytest.mark.gpu

@@ -23,6 +23,7 @@ from gem_opkit.testing import (
 )
 from gem_precision.contract import LinearFormats
 from gem_precision.costs import quantized_linear_backward_cost, quantized_linear_cost
+from gem_precision.hadamard import random_hadamard
 from gem_precision.kernels.quantized_linear.op import formats_named
 from gem_precision.ops import (
     block_dequantize,
@@ -209,6 +210,96 @@ def test_a_gpu_without_the_format_is_named(monkeypatch):
     check_formats(formats_named("mxfp8_rceil"), torch.device("cuda"))
     with pytest.raises(UnsupportedError, match=r'got 8\.0; take "bf16"'):
         check_formats(formats_named("fp8_block"), torch.device("cuda"))
+
+
+@anywhere
+def test_a_seed_rounds_gradients_by_chance_and_nothing_else(impl, device):
+    given = [t.to(device) for t in inputs(70, 66, 40)]
+    x_TD, weight_FD, grad_TF = given
+    leaves = x_TD.requires_grad_(), weight_FD.requires_grad_()
+    formats = formats_named("mxfp8_rceil")
+    y_TF = quantized_linear(*leaves, formats=formats, seed=6, impl=impl)
+    assert torch.equal(y_TF, run(given, "mxfp8_rceil", impl)[0])
+    grad_x_TD, grad_weight_FD = torch.autograd.grad(y_TF, leaves, grad_TF)
+
+    def drawn(x, seed):
+        return mx_dequantize(mx_quantize(x.cpu(), seed=seed)).double()
+
+    right = drawn(grad_TF, 6) @ rounded(weight_FD.cpu().T, "mxfp8_rceil", "").T
+    near = drawn(grad_TF, None) @ rounded(weight_FD.cpu().T, "mxfp8_rceil", "").T
+    assert (grad_x_TD.cpu() - right).abs().max() < 1e-4 * (near - right).abs().max()
+    right = drawn(grad_TF.T, 7) @ rounded(x_TD.cpu().T, "mxfp8_rceil", "").T
+    near = drawn(grad_TF.T, None) @ rounded(x_TD.cpu().T, "mxfp8_rceil", "").T
+    assert (grad_weight_FD.cpu() - right).abs().max() < 1e-4 * (near - right).abs().max()
+
+
+def test_gradients_rounded_by_chance_are_right_on_average():
+    """A gradient that is always rounded down to the nearest is off by that, however often."""
+    x_TD = torch.eye(32).requires_grad_()
+    grad_TF = torch.full((32, 32), 1.02)  # E4M3 has 1 and 1.125
+    grad_TF[:, ::8] = 448.0  # scale 1
+    formats = formats_named("mxfp8_rceil")
+    found = [
+        torch.autograd.grad(
+            quantized_linear(x_TD, torch.eye(32), formats=formats, seed=seed), x_TD, grad_TF
+        )[0][:, 1::8]
+        for seed in (None, *range(64))
+    ]
+    assert torch.equal(found[0], torch.ones(32, 4))
+    # 128 numbers and 64 seeds: the standard error is .0005.
+    assert abs(float(torch.stack(found[1:]).mean()) - 1.02) < 0.002
+
+
+@anywhere
+def test_a_rotation_reaches_both_factors_of_every_product(impl, device):
+    """Also where what is summed over is no whole number of blocks."""
+    x_TD, weight_FD, grad_TF = (t.to(device) for t in inputs(70, 66, 40))
+    leaves = x_TD.requires_grad_(), weight_FD.requires_grad_()
+    formats = formats_named("mxfp8_rceil")
+    y_TF = quantized_linear(*leaves, formats=formats, hadamard_seed=3, impl=impl)
+    made = (y_TF.detach(), *torch.autograd.grad(y_TF, leaves, grad_TF))
+
+    def product(a, b):
+        sides = []
+        for x in (a, b):
+            x = F.pad(x.detach().cpu().double(), (0, -x.shape[1] % 32))
+            turned = random_hadamard(x, seed=3).float()
+            sides.append(rounded(turned, "mxfp8_rceil", ""))
+        return sides[0] @ sides[1].T
+
+    wanted = product(x_TD, weight_FD), product(grad_TF, weight_FD.T), product(grad_TF.T, x_TD.T)
+    plain = exact((x_TD.detach(), weight_FD.detach(), grad_TF), "mxfp8_rceil")
+    for got, right, other in zip(made, wanted, plain, strict=True):
+        # Rotated in fp32 and not in fp64: a few numbers lie on the other side of a middle.
+        assert (got.cpu() - right).norm() < 0.02 * (other - right).norm()
+
+
+def test_seeds_that_change_nothing_are_refused():
+    x_TD, weight_FD, _ = inputs(4, 40, 6)
+    only_forward = LinearFormats(forward="mxfp8_rceil")
+    check_refuses(
+        [
+            (
+                lambda: quantized_linear(x_TD, weight_FD, formats=only_forward, seed=1),
+                ConfigError,
+                "seed must come with a product in MXFP8 that it changes; got bf16, bf16",
+            ),
+            (
+                lambda: quantized_linear(
+                    x_TD, weight_FD, formats=formats_named("fp8_block"), hadamard_seed=1
+                ),
+                ConfigError,
+                "hadamard_seed must come with a product in MXFP8",
+            ),
+            (
+                lambda: quantized_linear(
+                    x_TD, weight_FD, formats=formats_named("mxfp8_floor"), seed=-1
+                ),
+                ConfigError,
+                "seed must be an integer of 63 bits; got -1",
+            ),
+        ]
+    )
 
 
 def test_only_what_is_asked_for_is_computed():

@@ -12,6 +12,7 @@ from gem_precision.contract import LayerRule, LinearFormats, PrecisionRecipe
 from gem_precision.kernels.quantized_linear.op import formats_named
 from gem_precision.layers import Mlp, Projection, RmsNorm, apply_recipe
 from gem_precision.recipes import convert_layers
+from gem_precision.rounding import NEAREST, Rounding
 
 CPU = torch.device("cpu")
 
@@ -194,3 +195,55 @@ def test_a_layer_keeps_the_shape_and_dtype_of_its_input():
     assert layer.weight.grad is not None
     assert x.grad.shape == x.shape
     assert layer.weight.grad.dtype == torch.float32
+
+
+def test_rounding_by_chance_and_rotation_reach_layers_in_mxfp8_alone():
+    rules = [{"modules": SECOND[0], "forward": "fp8_block", "input_gradient": "fp8_block"}]
+    recipe = PrecisionRecipe(
+        recipe="mxfp8_rceil", rules=rules, stochastic_rounding=True, random_hadamard=True
+    )
+    model = Model()
+    converted(recipe, model=model)
+    rounding = {n: model.get_submodule(n).rounding for n in (*FIRST, *SECOND, "heads")}
+    assert [n for n, r in rounding.items() if r.stochastic] == [*FIRST, SECOND[1]]
+    seeds = {n: r.hadamard_seed for n, r in rounding.items() if r.hadamard_seed is not None}
+    assert list(seeds) == [*FIRST, SECOND[1]]
+    assert len(set(seeds.values())) == 3
+    again = Model()
+    converted(recipe, model=again)
+    assert {n: again.get_submodule(n).rounding.hadamard_seed for n in seeds} == seeds
+    converted(PrecisionRecipe(recipe="mxfp8_rceil"), model=model)
+    assert model.get_submodule(FIRST[0]).rounding == NEAREST
+
+
+def test_a_training_step_draws_anew_and_an_evaluation_draws_nothing():
+    torch.manual_seed(0)
+    layer, x = Projection(64, 32), torch.randn(9, 64)
+    layer.formats, layer.rounding = formats_named("mxfp8_rceil"), Rounding(stochastic=True)
+
+    def gradient():
+        return torch.autograd.grad(layer(x).square().sum(), layer.weight)[0]
+
+    torch.manual_seed(1)
+    first, second = gradient(), gradient()
+    assert not torch.equal(first, second)
+    torch.manual_seed(1)
+    assert torch.equal(gradient(), first)
+    before = torch.get_rng_state()
+    with torch.no_grad():
+        layer(x)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("key", ["stochastic_rounding", "random_hadamard"])
+def test_a_rounding_that_nothing_has_is_refused(key):
+    for given in ({"recipe": "fp8_block"}, {}, {"rules": [{"modules": "*"}]}):
+        with pytest.raises(ValidationError, match=f"{key} must stand beside .* in MXFP8"):
+            PrecisionRecipe(**given, **{key: True})
+    PrecisionRecipe(attention="mxfp8_floor", **{key: True})
+    only_forward = [{"modules": "*", "forward": "mxfp8_rceil"}]
+    if key == "random_hadamard":
+        PrecisionRecipe(rules=only_forward, random_hadamard=True)
+    else:
+        with pytest.raises(ValidationError, match="stochastic_rounding must stand"):
+            PrecisionRecipe(rules=only_forward, stochastic_rounding=True)

@@ -28,6 +28,7 @@ from gem_opkit.impl import Impl, resolve_impl
 from gem_precision.contract import MxScaling
 from gem_precision.layers import LayerNorm, Projection, RmsNorm
 from gem_precision.norms import has_kernel, rms_normalize
+from gem_precision.rounding import NEAREST, Rounding
 
 __all__ = [
     "CrossAttention",
@@ -52,12 +53,14 @@ class SelfAttention(nn.Module):
     Attributes:
         product_format: of the products of softmax attention, where one is set
             (``gem_attention.recipes``); None computes in the dtype of the tokens, or autocast's.
+        rounding: of factors in MXFP8, where that is the format.
 
     Raises:
         UnsupportedError: pattern block with an activation in place of softmax.
     """
 
     product_format: MxScaling | None = None
+    rounding: Rounding = NEAREST
 
     def __init__(self, model_width: int, spec: AttentionSpec) -> None:
         super().__init__()
@@ -143,6 +146,7 @@ class SelfAttention(nn.Module):
             visible_pairs,
             gap_seconds_T=gap_seconds_T,
             product_format=self.product_format,
+            rounding=self.rounding,
         )
         return self.out(out_THV.reshape(tokens, spec.heads * spec.head_dim))
 
@@ -293,13 +297,14 @@ class CrossAttention(nn.Module):
         context_width: width of the context tokens, above 0.
 
     Attributes:
-        product_format: as that of ``SelfAttention``.
+        product_format, rounding: as those of ``SelfAttention``.
 
     Raises:
         ConfigError: pattern block, or a rotation.
     """
 
     product_format: MxScaling | None = None
+    rounding: Rounding = NEAREST
 
     def __init__(self, model_width: int, spec: AttentionSpec, context_width: int) -> None:
         super().__init__()
@@ -349,5 +354,6 @@ class CrossAttention(nn.Module):
             context_layout,
             visible_pairs,
             product_format=self.product_format,
+            rounding=self.rounding,
         )
         return self.out(out_THV.reshape(tokens, spec.heads * spec.head_dim))

@@ -10,11 +10,12 @@ from gem_attention.projected import (
     check_batch,
     check_full,
     constant_layout,
-    keys_and_values,
+    split_keys_and_values,
 )
 from gem_jagged.batch import Layout
 from gem_opkit.dims import check_shapes
 from gem_opkit.errors import ConfigError, refusal
+from gem_precision.beside import project_beside
 from gem_precision.layers import Projection, RmsNorm
 from gem_precision.norms import rms_normalize
 
@@ -64,8 +65,27 @@ class PooledAttention(nn.Module):
             ConfigError: queries for a layer that has seeds, or none for one that has not.
         """
         check_shapes("PooledAttention", x_TD=x_TD, query_BPD=query_BPD)
+        return self._pooled(self.kv(x_TD), layout, query_BPD)
+
+    def beside(self, x_TD: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+        """Pool tokens that are also passed on, with the learned seeds.
+
+        Args:
+            x_TD: as in ``forward``.
+            layout: as there.
+
+        Returns:
+            pooled_BPD, and the tokens for one other use of them: on a GPU in bf16 the gradients of
+            both add up in the product that writes one of them, over the other
+            (``gem_precision.beside``).
+        """
+        check_shapes("PooledAttention", x_TD=x_TD)
+        kv_TF, x_TD = project_beside(self.kv, x_TD)
+        return self._pooled(kv_TF, layout, None), x_TD
+
+    def _pooled(self, kv_TF: Tensor, layout: Layout, query_BPD: Tensor | None) -> Tensor:
         spec = self.spec
-        k_SGK, v_SGV = keys_and_values(spec, self.kv, x_TD, layout)
+        k_SGK, v_SGV = split_keys_and_values(spec, kv_TF, layout)
         source = self.seeds_PD if query_BPD is None else query_BPD
         if source is None or (query_BPD is not None and self.seeds_PD is not None):
             raise ConfigError(
@@ -208,3 +228,16 @@ class HierarchicalSeedPooling(nn.Module):
             ShapeError: tokens that do not fit the layout or the layer.
         """
         return self.compress(self.pool(x_TD, layout))
+
+    def beside(self, x_TD: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+        """Summarise sequences whose tokens are also passed on.
+
+        Args:
+            x_TD: tokens.
+            layout: where each sequence begins.
+
+        Returns:
+            tokens_BPD, and x_TD as ``PooledAttention.beside`` gives it.
+        """
+        pooled_BPD, x_TD = self.pool.beside(x_TD, layout)
+        return self.compress(pooled_BPD), x_TD

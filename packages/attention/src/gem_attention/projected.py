@@ -14,6 +14,7 @@ from gem_opkit.errors import ConfigError, ShapeError, refusal
 from gem_precision.contract import MxScaling
 from gem_precision.layers import Projection
 from gem_precision.norms import has_kernel, rms_normalize
+from gem_precision.rounding import NEAREST, Rounding
 
 
 def attend(  # noqa: PLR0913 - what the operators take
@@ -27,10 +28,12 @@ def attend(  # noqa: PLR0913 - what the operators take
     *,
     gap_seconds_T: Tensor | None = None,
     product_format: MxScaling | None = None,
+    rounding: Rounding = NEAREST,
 ) -> Tensor:
     """Call the operator that the spec asks for; block attention rotates queries and keys itself.
 
-    ``product_format`` is that of softmax attention, which ``gem_attention.recipes`` gives a layer.
+    ``product_format`` and ``rounding`` are those of softmax attention in MXFP8, which
+    ``gem_attention.recipes`` gives a layer.
     """
     if spec.pattern == "block":
         return block_attention(
@@ -67,6 +70,8 @@ def attend(  # noqa: PLR0913 - what the operators take
             window=spec.window,
             scale=spec.score_scale,
             scaling=product_format,
+            seed=rounding.seed(),
+            hadamard_seed=rounding.hadamard_seed,
             visible_pairs=visible_pairs,
         )
     return jagged_flash_attention(
@@ -85,7 +90,14 @@ def keys_and_values(
     spec: AttentionSpec, kv: Projection, x_SD: Tensor, layout: Layout
 ) -> tuple[Tensor, Tensor]:
     """Project keys and values, (S, G, K) each; keys are normalised where the spec says so."""
-    both = kv(x_SD).view(x_SD.shape[0], 2 * spec.key_heads, spec.head_dim)
+    return split_keys_and_values(spec, kv(x_SD), layout)
+
+
+def split_keys_and_values(
+    spec: AttentionSpec, kv_SF: Tensor, layout: Layout
+) -> tuple[Tensor, Tensor]:
+    """Take keys and values, (S, G, K) each, out of their projection, as `keys_and_values` does."""
+    both = kv_SF.view(kv_SF.shape[0], 2 * spec.key_heads, spec.head_dim)
     even = spec.head_dim % 2 == 0
     if spec.qk_norm and even and has_kernel(both) and both.dtype != torch.float64:
         # One gradient for the projection, written once; values stay where they are.

@@ -7,7 +7,7 @@ without softmax, by seeds.
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -16,6 +16,9 @@ from gem_attention.kernels.mx_attention.op import mx_attention_way
 from gem_attention.layers import CrossAttention, GdpaPffn, SelfAttention
 from gem_attention.pooling import PooledAttention
 from gem_precision.contract import AttentionFormat, PrecisionRecipe
+from gem_precision.elements import BLOCK
+from gem_precision.recipes import rounding_of
+from gem_precision.rounding import NEAREST
 
 _log = logging.getLogger("gem_attention")
 
@@ -79,15 +82,18 @@ def convert_attention(
         if not isinstance(layer, SelfAttention | CrossAttention | GdpaPffn | PooledAttention):
             continue
         if isinstance(layer, SelfAttention | CrossAttention):
-            layer.product_format = None
+            layer.product_format, layer.rounding = None, NEAREST
         if wanted is None or wanted == "bf16":
             continue
         why = _why_not(name, layer, escapes)
         if why is not None:
             kept[name] = why
         elif isinstance(layer, SelfAttention | CrossAttention):
-            layer.product_format = wanted
-            formats[name] = wanted
+            layer.product_format = formats[name] = wanted
+            found = rounding_of(recipe, name, forward=wanted, backward=(wanted,))
+            # Heads that are no whole blocks are not rotated.
+            whole = layer.spec.head_dim % BLOCK == 0
+            layer.rounding = found if whole else replace(found, hadamard_seed=None)
     done = AttentionConversion(formats, kept, mx_attention_way(device))
     if wanted not in (None, "bf16"):
         _log.info("precision: %s", done.told())

@@ -122,4 +122,12 @@ BLOCK_WORK: tuple[AttentionCase, ...] = (
         "blocks_1735537_tokens", (*_PUBLISHED, 1_735_537 - sum(_PUBLISHED)), heads=3, kv_heads=3
     ),
     AttentionCase("blocks_2048_fill_.5", uniform_lengths(1024, 2048, fill=0.5)),
+    # As many columns in narrower heads: twice the exponentials for the same bytes.
+    AttentionCase(
+        "blocks_2048_fill_.5_width_64",
+        uniform_lengths(1024, 2048, fill=0.5),
+        heads=8,
+        kv_heads=8,
+        head_width=64,
+    ),
 )

@@ -11,6 +11,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from gem_opkit.contract import Contract
+from gem_parallel.contract import TableCopies
 
 Pooling = Literal["sum", "mean", "none"]
 IdSpace = Literal["row", "hash"]
@@ -243,12 +244,18 @@ class TablePlan(Contract):
     """Where every table lies: the same cut in every sharding group.
 
     World ranks are numbered with ``table_replicate`` innermost: rank ``g * table_replicate + m``
-    is rank ``g`` of sharding group ``m``, as in the sparse view of ``gem_parallel.mesh``.
+    is rank ``g`` of sharding group ``m``, as in the sparse view of ``gem_parallel.mesh``; with
+    ``table_copies`` far, rank ``m * table_shard + g`` is.
     """
 
     ranks: int = Field(gt=0, description="ranks that train together")
     table_shard: int = Field(default=1, gt=0, description="ranks of a sharding group")
     table_replicate: int = Field(default=1, gt=0, description="sharding groups")
+    table_copies: TableCopies = Field(
+        default="near",
+        description="which world ranks are neighbours: near, the copies of a shard; far, the "
+        "ranks of a sharding group",
+    )
     fully_sharded: bool = Field(
         default=False,
         description="each of the table_replicate copies of a shard keeps 1 / table_replicate of "
@@ -296,9 +303,26 @@ class TablePlan(Contract):
             replica: number of the group, 0 to ``table_replicate - 1``.
 
         Returns:
-            rank in the world, table_replicate innermost.
+            rank in the world.
         """
+        if self.table_copies == "far":
+            return replica * self.table_shard + group_rank
         return group_rank * self.table_replicate + replica
+
+    def place_of(self, world_rank: int) -> tuple[int, int]:
+        """Return where a rank of the world stands.
+
+        Args:
+            world_rank: 0 to ``ranks - 1``.
+
+        Returns:
+            rank inside its sharding group, and number of the group.
+        """
+        if self.table_copies == "far":
+            replica, group_rank = divmod(world_rank, self.table_shard)
+            return group_rank, replica
+        group_rank, replica = divmod(world_rank, self.table_replicate)
+        return group_rank, replica
 
 
 def _check_shards(table: str, sharding: Sharding, shards: tuple[TableShard, ...]) -> None:

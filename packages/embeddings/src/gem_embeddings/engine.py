@@ -18,6 +18,7 @@ from gem_embeddings.counters import TableCounts
 from gem_jagged.batch import Jagged
 from gem_opkit.errors import ConfigError, UnsupportedError, refusal
 from gem_parallel.contract import SPARSE_AXES
+from gem_parallel.copy_engine.choose import GatherChoice
 from gem_parallel.launch import World
 
 Engine = Literal["torch", "torchrec"]
@@ -175,6 +176,25 @@ class TableEngine(nn.Module, ABC):
         """
         raise self._not_ahead("read_ahead", "reads_ahead")
 
+    @property
+    def fetches_ahead(self) -> bool:
+        """Whether there are ``start_ahead`` and ``fetch_ahead``, of vectors that travel."""
+        return False
+
+    def fetch_ahead(self, started: StartedLookup) -> None:
+        """Fetch the vectors of a started call before ``forward`` does, on the current stream.
+
+        Collective over the sharding group. They have to be what ``forward`` would find: call it
+        once rows have moved.
+
+        Args:
+            started: from ``start_ahead``.
+
+        Raises:
+            UnsupportedError: not where ``fetches_ahead`` is true.
+        """
+        raise self._not_ahead("fetch_ahead", "fetches_ahead")
+
     def _not_ahead(self, call: str, where: str) -> UnsupportedError:
         return UnsupportedError(
             refusal(
@@ -310,7 +330,7 @@ class TableEngine(nn.Module, ABC):
         """Every feature that ``forward`` needs, table by table."""
 
 
-def build_tables(  # noqa: PLR0913 - the last four are settings of their own
+def build_tables(  # noqa: PLR0913 - the last five are settings of their own
     specs: Sequence[TableSpec],
     lookups: Sequence[LookupSpec],
     plan: TablePlan,
@@ -325,6 +345,7 @@ def build_tables(  # noqa: PLR0913 - the last four are settings of their own
     update: Update = "backward",
     replicas: Exchanged = "weights",
     single_pass: bool = False,
+    gathers: GatherChoice | None = None,
 ) -> TableEngine:
     """Build the engine that holds this rank's part of the tables. Every rank has to call it.
 
@@ -350,6 +371,8 @@ def build_tables(  # noqa: PLR0913 - the last four are settings of their own
             gradients of all groups before rows move: exact, for an exchange in every step.
         single_pass: with ``step``, that a step has one backward pass alone. On one rank ``torch``
             then need not pick out different rows, and waits for the device in no step.
+        gathers: how the slices of fully sharded rows are gathered: by NCCL (None), or by the copy
+            engines of one host's GPUs from some size on. The rows have the same bits either way.
 
     Returns:
         the engine.
@@ -393,7 +416,8 @@ def build_tables(  # noqa: PLR0913 - the last four are settings of their own
     if engine == "torch":
         from gem_embeddings.sharded.engine import TorchTables
 
-        made = TorchTables(specs, lookups, plan, optimizer, world, **given, single_pass=single_pass)
+        given |= {"single_pass": single_pass, "gathers": gathers}
+        made = TorchTables(specs, lookups, plan, optimizer, world, **given)
     else:
         from gem_embeddings.torchrec_tables import TorchrecTables
 
@@ -406,13 +430,16 @@ def _check_mesh(mesh: DeviceMesh, plan: TablePlan) -> None:
     wanted = dict(zip(SPARSE_AXES, (plan.table_shard, plan.table_replicate), strict=True))
     found = dict(zip(mesh.mesh_dim_names or (), mesh.mesh.shape, strict=False))
     ranks = mesh.mesh.flatten().tolist()
-    if found != wanted or list(found) != list(wanted) or ranks != list(range(plan.ranks)):
+    groups = range(plan.table_replicate)
+    order = [plan.world_rank(rank, m) for rank in range(plan.table_shard) for m in groups]
+    if found != wanted or list(found) != list(wanted) or ranks != order:
         raise ConfigError(
             refusal(
                 "build_tables",
                 "mesh",
-                must=f"have the axes {wanted} over ranks 0 to {plan.ranks - 1} in order",
+                must=f"have the axes {wanted} over ranks "
+                + (f"0 to {plan.ranks - 1} in order" if order == sorted(order) else f"{order}"),
                 got=f"{found or tuple(mesh.mesh.shape)} over {ranks}",
-                fix="leave it out, or make it with init_device_mesh for this plan",
+                fix="leave it out, or make it with gem_parallel.mesh.table_mesh for this plan",
             )
         )

@@ -322,6 +322,58 @@ def test_rows_read_ahead_are_those_that_forward_finds() -> None:
     assert ahead.counters() == counts
 
 
+def fetch_ahead(world: World, replicas: int) -> None:
+    plain, ahead = (engine_of(world, replicas) for _ in range(2))
+    first = weights_of(plain)
+    batches = [given_to(10 * draw + world.rank) for draw in range(4)]
+    assert ahead.fetches_ahead == (replicas < world.size)
+    coming = ahead.start_ahead(batches[0][0])
+    for step, (ids, factors_BE) in enumerate(batches):
+        one, other = plain(ids), ahead(coming)
+        assert ahead.counters() == plain.counters()
+        for found in (one, other):
+            sum((vectors * factors_BE).sum() for vectors in found.values()).backward()
+        plain.apply()
+        if step + 1 < len(batches):
+            coming = ahead.start_ahead(batches[step + 1][0])
+        ahead.apply()
+        sent = ahead.group.calls["all_to_all"]
+        ahead.fetch_ahead(coming)
+        assert ahead.group.calls["all_to_all"] == sent + 2 * (step + 1 < len(batches))
+        for name in one:
+            assert torch.equal(one[name], other[name])
+    assert torch.equal(weights_of(plain), weights_of(ahead))
+    assert not torch.equal(first, weights_of(ahead))
+    # A bad id of one rank is refused on all of its group, when it is looked up.
+    bad = dict(batches[0][0])
+    if world.rank < replicas:
+        bad["big"] = Jagged.from_list([torch.tensor([ROWS])] * EXAMPLES)
+    counts, coming = ahead.counters(), ahead.start_ahead(bad)
+    ahead.fetch_ahead(coming)
+    with pytest.raises(DataError, match=str(ROWS) if world.rank < replicas else "by rank"):
+        ahead(coming)
+    assert ahead.counters() == counts
+    again = ahead.start_ahead(batches[0][0])
+    ahead.fetch_ahead(again)
+    assert all(map(torch.equal, ahead(again).values(), plain(batches[0][0]).values()))
+
+
+@pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (4, 2)])
+def test_vectors_fetched_ahead_are_those_that_the_lookup_finds(ranks: int, replicas: int) -> None:
+    run_ranks(fetch_ahead, ranks, replicas)
+
+
+def refuse_to_fetch_ahead(world: World) -> None:
+    engine = engine_of(world, world.size, fully=True)
+    assert not engine.fetches_ahead
+    with pytest.raises(UnsupportedError, match="fetch_ahead must be called where fetches_ahead"):
+        engine.fetch_ahead(engine.start(given_to(0)[0]))
+
+
+def test_rows_that_are_cut_between_steps_are_not_fetched_ahead() -> None:
+    run_ranks(refuse_to_fetch_ahead, 2)
+
+
 def test_engines_that_cannot_read_ahead_say_so() -> None:
     engine = engine_of(World())
     coming = engine.start(given_to(0)[0])

@@ -120,8 +120,8 @@ def train(
         typer.Argument(
             metavar="RECIPE",
             help="A TOML file, or one of complete-journey, criteo, h200, h200-long, kuairand-days, "
-            "ml-latest-time, ml100k-din, ml100k-time, ml1m-time, own-log, synthetic-debug, "
-            "taobao-ads, taobao-behavior.",
+            "kuairand-student, kuairand-user, ml-latest-time, ml100k-din, ml100k-time, ml1m-time, "
+            "own-log, synthetic-debug, synthetic-user, taobao-ads, taobao-behavior.",
         ),
     ],
     settings: _Set = None,
@@ -292,7 +292,7 @@ def evaluate_run(
 
 
 @app.command(cls=Command)
-def predict(
+def predict(  # noqa: PLR0913 - each is an option of the command
     run: Annotated[
         Path, typer.Argument(metavar="RUN", help="Folder of a run, or one of its checkpoints.")
     ],
@@ -305,16 +305,60 @@ def predict(
             help="Split to predict, may be repeated; default valid and test.",
         ),
     ] = None,
+    every: Annotated[
+        float | None,
+        typer.Option(
+            "--every",
+            metavar="HOURS",
+            help="Of user embeddings: hours between refreshes of users with news; default 24.",
+        ),
+    ] = None,
+    refresh_on: Annotated[
+        str | None,
+        typer.Option(
+            "--refresh-on",
+            metavar="STREAM.FIELD=ID,ID",
+            help="Of user embeddings: events that refresh their user at once.",
+        ),
+    ] = None,
+    until: Annotated[
+        int | None,
+        typer.Option(
+            metavar="MS",
+            help="Of user embeddings: last refresh, in ms since 1970; default the last example.",
+        ),
+    ] = None,
     *,
     embeddings: Annotated[
         bool,
         typer.Option(
-            "--embeddings", metavar="", help="Also write what the heads read of each example."
+            "--embeddings",
+            metavar="",
+            help="Also write what the heads read of each example; of a model of users, write user "
+            "embeddings in time instead, or continue a folder of them.",
+        ),
+    ] = False,
+    progressive: Annotated[
+        bool,
+        typer.Option(
+            "--progressive",
+            metavar="",
+            help="Predict each training row by the newest checkpoint that had not learned from it.",
         ),
     ] = False,
     as_json: _Json = False,
 ) -> None:
-    """Write a probability for each example and task to Parquet, whole or not at all."""
+    """Write a probability for each example and task to Parquet, whole or not at all.
+
+    With --embeddings, the run of a model of users (model.user_model) writes the embedding of every
+    user with the time from which it is valid. Called again with the same folder, only users with
+    newer events are embedded.
+    """
+    if embeddings and _is_user_model(run):
+        refresh = (every, refresh_on, until)
+        _embed_users(run, out, refresh, splits or progressive, as_json=as_json)
+        return
+    _refuse_refresh(every, refresh_on, until)
     with interrupts_end_at_once():
         from gem.train.predict import HELD_OUT
         from gem.train.predict import predict as predict_run
@@ -323,10 +367,71 @@ def predict(
     display = Display(_console(as_json=as_json))
     with _terminated_cleanly():
         found = predict_run(
-            run, out, embeddings=embeddings, splits=splits or HELD_OUT, display=display
+            run,
+            out,
+            embeddings=embeddings,
+            splits=splits or (("train", *HELD_OUT) if progressive else HELD_OUT),
+            progressive=progressive,
+            display=display,
         )
     if as_json:
         _print_json(found)
+
+
+def _is_user_model(run: Path) -> bool:
+    from gem.train.run_folder import CONFIG_FILE, read_run_config
+
+    folder = run if (run / CONFIG_FILE).is_file() else run.parent.parent
+    model = read_run_config(folder).model if (folder / CONFIG_FILE).is_file() else None
+    return getattr(model, "user_model", None) is not None
+
+
+def _embed_users(
+    run: Path,
+    out: Path,
+    refresh: tuple[float | None, str | None, int | None],
+    rows: object,
+    *,
+    as_json: bool,
+) -> None:
+    from gem_opkit.errors import ConfigError, refusal
+
+    if rows:
+        raise ConfigError(
+            refusal(
+                "gem predict --embeddings",
+                "--split and --progressive",
+                must="be left out for a model of users, whose embeddings are of times, not of rows",
+                got="one of them",
+                fix="remove it, or leave --embeddings out",
+            )
+        )
+    with interrupts_end_at_once():
+        from gem.stages.embed import Refresh, embed_users
+        from gem.train.progress import Display
+    every, refresh_on, until = refresh
+    asked = Refresh(24.0 if every is None else every, refresh_on, until)
+    with _terminated_cleanly("parts that are listed in embeddings.json are whole"):
+        found = embed_users(run, out, asked, display=Display(_console(as_json=as_json)))
+    if as_json:
+        _print_json(found.model_dump(mode="json"))
+
+
+def _refuse_refresh(every: object, refresh_on: object, until: object) -> None:
+    from gem_opkit.errors import ConfigError, refusal
+
+    given = {"--every": every, "--refresh-on": refresh_on, "--until": until}
+    for name, value in given.items():
+        if value is not None:
+            raise ConfigError(
+                refusal(
+                    "gem predict",
+                    name,
+                    must="come with --embeddings and a run of a model of users",
+                    got=value,
+                    fix="remove it",
+                )
+            )
 
 
 @app.command(name="export-weights", cls=Command)
@@ -361,6 +466,128 @@ def export_weights_of(
 
 
 @app.command(cls=Command)
+def export(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Folder of a run, or one of its checkpoints.")
+    ],
+    out: Annotated[Path, typer.Option(metavar="ARTEFACT", help="New folder for the artefact.")],
+    example: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Also write a request as JSON, made of the first row after the training rows; it "
+            "holds the history of a user.",
+        ),
+    ] = None,
+    *,
+    last: Annotated[
+        bool,
+        typer.Option(
+            "--last", metavar="", help="The newest weights, where the recipe averages them."
+        ),
+    ] = False,
+    as_json: _Json = False,
+) -> None:
+    """Write a trained model as a folder that scores without the run and without the log.
+
+    It holds the weights, the tables, the static features of users and items, and what the
+    statistics held at the end of training; not the histories, which come with each request. Load it
+    with gem score, gem serve or gem.serving.ranker.Ranker.
+    """
+    with interrupts_end_at_once():
+        from gem.serving.example import write_example
+        from gem.serving.export import export as export_run
+
+    _refuse_ranks("gem export", "RUN", "leave torchrun out")
+    with _terminated_cleanly():
+        if example is not None:
+            write_example(run, example)
+        found = export_run(run, out, averaged=not last)
+    if as_json:
+        _print_json({"folder": str(out)} | found.model_dump(mode="json", exclude={"files"}))
+        return
+    size = sum(facts.bytes for facts in found.files.values())
+    text = f"{out}: {size:,} bytes, after {found.steps} steps of {found.recipe}"
+    state = "" if found.finished else ", which was not finished"
+    _say(_console(as_json=False), f"{text}{state}; fingerprint {found.fingerprint[:12]}")
+
+
+_Artefact = Annotated[
+    Path, typer.Argument(metavar="ARTEFACT", help="Folder that gem export wrote.")
+]
+_Formats = Annotated[
+    str,
+    typer.Option(
+        metavar="FORMAT",
+        help="trained, the number formats of the recipe; fp32; or bf16.",
+    ),
+]
+_Device = Annotated[str, typer.Option(metavar="DEVICE", help="cpu, cuda or cuda:N.")]
+
+
+@app.command(cls=Command)
+def score(
+    artefact: _Artefact,
+    request: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A request as JSON; - reads it from stdin.")
+    ],
+    precision: _Formats = "trained",
+    device: _Device = "cpu",
+) -> None:
+    """Score one request: prints the answer that gem serve would give, as JSON."""
+    from gem.serving.ranker import Ranker, precision_named
+
+    body = sys.stdin.buffer.read() if str(request) == "-" else request.read_bytes()
+    ranker = Ranker.load(artefact, precision=precision_named(precision), device=device)
+    typer.echo(ranker.score(body).model_dump_json(indent=2))
+
+
+@app.command(cls=Command)
+def serve(
+    artefact: _Artefact,
+    host: Annotated[str, typer.Option(metavar="HOST", help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(metavar="PORT", min=0, max=65_535, help="0 takes any free one.")
+    ] = 8000,
+    precision: _Formats = "trained",
+    device: _Device = "cpu",
+    threads: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Threads of torch; default: its own.")
+    ] = None,
+    limits: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--limit",
+            metavar="NAME=VALUE",
+            help="One of max_candidates, max_events, max_body_bytes, max_waiting, max_batch and "
+            "max_wait_ms; may be repeated.",
+        ),
+    ] = None,
+) -> None:
+    """Serve an artefact over HTTP: POST /score, GET /health, /metadata and /schema.
+
+    Needs the extra gem-trainer[serve]. A request that finds the line full is refused at once.
+    SIGTERM ends it once the answers under way are given.
+    """
+    with interrupts_end_at_once():
+        from gem.serving.limits import limits_named
+        from gem.serving.ranker import Ranker, precision_named
+        from gem.serving.server import serve as serve_ranker
+
+        sizes, spec = limits_named(limits or (), host=host, port=port)
+        ranker = Ranker.load(
+            artefact,
+            precision=precision_named(precision),
+            device=device,
+            limits=sizes,
+            threads=threads,
+        )
+    for stream, why in ranker.told_apart.items():
+        typer.echo(f"stream {stream} is computed for each candidate from {why}", err=True)
+    serve_ranker(ranker, spec, told=lambda at: typer.echo(f"serving {artefact} at {at}", err=True))
+
+
+@app.command(cls=Command)
 def report(
     runs: Annotated[
         list[Path],
@@ -387,10 +614,13 @@ def report(
     page = write_report(runs, out, beside=beside)
     if as_json:
         found = {"report": str(page), "runs": [str(run) for run in runs]}
-        _print_json(found | {"compared": [each.plain() for each in beside[0]]})
+        found |= {"compared": [each.plain() for each in beside[0]]}
+        _print_json(found | {"not_compared": list(beside[1])})
     else:
         for each in beside[0]:
             _say(_console(as_json=False), each.line())
+        for reason in beside[1]:
+            _say(_console(as_json=False), f"not compared: {reason}")
         _say(_console(as_json=False), f"report: {page}")
 
 
@@ -428,6 +658,46 @@ def data_prepare(
         _say(console, owner)
     made = ", which was made before" if there else ""
     _say(console, f"{spec.examples.rows:,} examples in {out}{made}")
+    if as_json:
+        _print_json({"name": spec.name, "folder": str(out), "examples": spec.examples.rows})
+
+
+@data_app.command(name="slice", cls=Command)
+def data_slice(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a data set.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the slice.")],
+    where: Annotated[
+        list[str],
+        typer.Option(
+            "--where",
+            metavar="COLUMN=ID,ID",
+            help="Ids of an id column of the examples that are kept; may be repeated.",
+        ),
+    ],
+    *,
+    as_json: _Json = False,
+) -> None:
+    """Make a data set of some of the examples of another, with all events and entities."""
+    from gem.data.slice import slice_dataset
+    from gem_opkit.errors import ConfigError, refusal
+
+    wanted: dict[str, list[int]] = {}
+    for text in where:
+        column, equals, ids = text.partition("=")
+        parts = [part.strip() for part in ids.split(",")]
+        if not equals or not all(p.lstrip("-").isdigit() and len(p) < 20 for p in parts):
+            raise ConfigError(
+                refusal(
+                    "gem data slice",
+                    "--where",
+                    must="look like COLUMN=ID,ID",
+                    got=repr(text),
+                    fix="give such as --where tab=1,4",
+                )
+            )
+        wanted.setdefault(column.strip(), []).extend(int(part) for part in parts)
+    spec = slice_dataset(folder, out, wanted)
+    _say(_console(as_json=as_json), f"{spec.examples.rows:,} examples in {out}")
     if as_json:
         _print_json({"name": spec.name, "folder": str(out), "examples": spec.examples.rows})
 
@@ -547,6 +817,7 @@ def _dry_run_beside(planned: Any) -> tuple[dict[str, Any], str]:
 
 @bench_app.command(name="step", cls=Command)
 def bench_step_of(  # noqa: PLR0913 - each is an option of the command
+    context: typer.Context,
     recipe: _Recipe,
     settings: _Set = None,
     plan_axes: Annotated[
@@ -631,7 +902,17 @@ def bench_step_of(  # noqa: PLR0913 - each is an option of the command
     )
     from gem.bench.page import as_text
 
-    refuse_mixed(check, endure=endure, out=out, svg=svg)
+    timing: dict[str, tuple[str, object]] = {
+        "out": ("--out", out),
+        "svg": ("--svg", svg),
+        "steps": ("--steps", steps),
+        "warmup": ("--warmup", warmup),
+        "profiled": ("--profile", profiled),
+        "device_batches": ("--device-batches", "on"),
+    }
+    # By its name: typer brings its own copy of click's sources in some versions.
+    given = [n for n in timing if "DEFAULT" not in str(context.get_parameter_source(n))]
+    refuse_mixed(check, endure=endure, given=dict(timing[n] for n in given))
     asked = asked_for(
         recipe,
         settings=settings or (),
@@ -836,6 +1117,61 @@ def scaling(
     for line in law_words(found):
         typer.echo(line)
     typer.echo(f"{out / 'report.html'} and {out / 'scaling.svg'} show it")
+
+
+@app.command(cls=Command)
+def stages(
+    asked: Annotated[
+        str,
+        typer.Argument(
+            metavar="STAGES",
+            help="A TOML file of two stages, or one of kuairand-stages, synthetic-stages.",
+        ),
+    ],
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Replace one key of both recipes, as in data.folder=DIR; may be repeated.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder of the runs; default runs/stages/<name>."),
+    ] = None,
+    rows: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder of results that rows are added to."),
+    ] = None,
+    jobs: Annotated[
+        int, typer.Option(metavar="N", min=1, max=256, help="Runs at the same time.")
+    ] = 1,
+    *,
+    as_json: _Json = False,
+) -> None:
+    """Train a model of users, embed them in time order, train a ranker with and without that.
+
+    The embedding of a time is made by a checkpoint that had learned from nothing later. Told are
+    the NE of both stages on the test rows, the difference with its 95 % interval, and how much of
+    the upstream gain reaches the ranker. Runs that have ended are kept: the command goes on where
+    it was stopped.
+    """
+    from gem.stages.command import Stages, run_stages, table, write_stages
+    from gem.stages.spec import read_stages
+
+    _refuse_ranks("gem stages", "STAGES", "leave torchrun out; --jobs trains several runs")
+    spec = read_stages(asked)
+    folder = out if out is not None else Path("runs") / "stages" / spec.name
+    console = _console(as_json=True)
+    work = Stages(spec, tuple(settings or ()), folder, jobs)
+    with _terminated_cleanly("runs that have ended are kept"):
+        found = run_stages(work, lambda line: _say(console, line))
+    write_stages(found, work, rows)
+    if as_json:
+        _print_json(found)
+    else:
+        typer.echo(table(found), nl=False)
 
 
 @app.command(cls=Command)

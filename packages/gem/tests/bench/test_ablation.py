@@ -1,12 +1,15 @@
 """`gem bench ablation`: what is trained, that it goes on, and what the table says."""
 
 import json
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
@@ -256,6 +259,39 @@ def test_the_table_shows_the_rows(trained, tmp_path):
     found = [json.loads(line) for line in kept.read_text().splitlines()]
     assert [row["case"] for row in found] == [row["case"] for row in rows]
     assert found[0]["versions"]["torch"]
+
+
+@pytest.mark.parametrize(
+    ("kept", "reason"),
+    [
+        (None, "must hold labelled rows of task 'conversion' in split 'test'; got none"),
+        (1.0, "must hold positive and negative rows"),
+    ],
+)
+def test_a_task_that_cannot_be_compared_leaves_the_others_their_table(
+    trained, tmp_path, kept, reason
+):
+    asked, rows, _ = trained
+    shutil.copytree(asked.out, tmp_path / "runs")
+    for path in (tmp_path / "runs").rglob("predictions.parquet"):
+        found = pq.read_table(path)
+        wrong = np.array(found["task"]) == "conversion"
+        labels = np.where(wrong, np.nan if kept is None else kept, np.array(found["label"]))
+        column = pa.array(labels, pa.float32(), from_pandas=True)
+        pq.write_table(found.set_column(found.column_names.index("label"), "label", column), path)
+    told: list[str] = []
+    found = compared(replace(asked, out=tmp_path / "runs"), told.append)
+    assert [row["variant"] for row in found] == [row["variant"] for row in rows]
+    for row, before in zip(found, rows, strict=True):
+        if row["task"] == "click" or row["variant"] == "base":
+            assert row["ne_minus_base"] == before["ne_minus_base"] and "not_compared" not in row
+        else:
+            assert row["ne_minus_base"] is None and reason in row["not_compared"]
+    assert len(told) == 1 and told[0].startswith("conversion: nothing compared: ")
+    lines = table(found).splitlines()
+    (line,) = (x for x in lines[lines.index("conversion:") :] if x.startswith("| without GDPA"))
+    assert "| n/a |  |" in line
+    assert any(x.startswith("Not compared: ") and reason in x for x in lines)
 
 
 def test_processes_of_their_own_are_no_ranks(monkeypatch, tmp_path):

@@ -221,6 +221,32 @@ def test_a_step_that_computes_something_else_is_not_timed(monkeypatch):
         measure(ASKED, World())
 
 
+def test_balanced_batches_are_dealt_as_a_reader_deals_them():
+    """No example is lost, every rank has as many, and the heaviest rank has less to do."""
+
+    def of_ranks(*settings):
+        asked = Asked("synthetic-debug", settings=settings, plan=("replicate=2",), examples=32)
+        found = []
+        for rank in range(2):
+            world = World(rank=rank, size=2)
+            config = gem.bench.measure.recipe_of(asked, world)
+            schema = declared_schema(config)
+            batches = gem.bench.measure._batches(asked, config, schema, world)
+            flops = [batch_flops(config.model, schema, batch).total for batch in batches]
+            lengths = [sorted(b.streams["impressions"].numbers.lengths.tolist()) for b in batches]
+            found.append((flops, lengths, [len(batch.labels_BA) for batch in batches]))
+        return found
+
+    plain, dealt = of_ranks(), of_ranks("parallel.balance=global", "parallel.base_batch=2")
+    for each in (plain, dealt):
+        assert [counts for _, _, counts in each] == [[32] * 4] * 2
+    for place in range(4):
+        heaviest = [max(flops[place] for flops, _, _ in each) for each in (plain, dealt)]
+        means = [sum(flops[place] for flops, _, _ in each) / 2 for each in (plain, dealt)]
+        assert heaviest[1] / means[1] < 1.002
+        assert heaviest[0] / means[0] > 1.002
+
+
 def test_a_loss_that_breaks_later_is_not_timed():
     """A rate that no weights survive; the guard that would stop the run is told to skip."""
     broken = ("train.dense.lr=1e6", "train.guard.nonfinite=skip", "train.schedule.warmup_steps=0")
@@ -297,6 +323,16 @@ def test_the_command_prints_one_document_and_draws(gem_command):
         (
             ("--check", 3, "--out", "x.json"),
             "--out must come without --check and --endure; got x.json",
+        ),
+        *(
+            ((*alone, *words), f"{words[0]} must come without --check and --endure; got {got}")
+            for alone in (("--endure", 3), ("--check", 3))
+            for words, got in (
+                (("--steps", 20), "20"),  # the default, but asked for
+                (("--warmup", 2), "2"),
+                (("--profile", 0), "0"),
+                (("--device-batches",), "on"),
+            )
         ),
         # Refused before anything is measured, so that nothing that was measured is lost.
         (("--out", "."), "must be a file, not a folder"),

@@ -223,6 +223,16 @@ def test_what_cannot_be_combined_is_refused_by_name(settings, message):
         memory_of("h200", [*SMALL, *settings], budgets_gib=(1.0,))
 
 
+def test_a_size_to_pack_from_needs_a_format_to_pack_to():
+    message = r"pack_above_bytes must come with memory\.kept, .*got 4096 with kept = 'as_is'"
+    with pytest.raises(ConfigError, match=message):
+        load_recipe("h200", ["memory.pack_above_bytes=4096"])
+    packed = load_recipe("h200", ["memory.pack_above_bytes=4096", "memory.kept=fp8"])
+    assert packed.memory.pack_above_bytes == 4096
+    # The default in words, as in the resolved recipe of every run.
+    assert load_recipe("h200", ["memory.pack_above_bytes=1048576"]).memory.kept == "as_is"
+
+
 def test_data_that_is_not_there_is_told_in_the_name_of_the_command():
     with pytest.raises(ConfigError, match=r"^gem memory: data\.dataset must be synthetic"):
         memory_of("ml100k-time", ["data.folder=nowhere"])

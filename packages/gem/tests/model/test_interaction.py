@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.func import functional_call
 
-from gem.model import interaction
+from gem.model import interaction, token_linear
 from gem.model.expert_gradients import inputs_beside, pair_products_beside
 from gem.model.interaction import (
     ExpertMixture,
@@ -96,6 +96,31 @@ def test_what_experts_read_has_the_gradients_of_slices_and_joins(partition, summ
     assert all(torch.equal(one, other) for one, other in zip(own, plain, strict=True))
     upstream = [torch.randn_like(each) for each in plain]
     gradients_equal(own, plain, (x, h), upstream)
+
+
+@pytest.mark.parametrize("projection", ["learned", "attentive"])
+@pytest.mark.parametrize("tokens", [13, 16, 26])
+def test_tokens_of_zeros_change_nothing(tokens, projection, monkeypatch):
+    """As for bf16 on a GPU, whose products over tokens read 16 bytes at once."""
+    torch.manual_seed(0)
+    spec = ExpertsSpec(fm_tokens=2, linear_tokens=3, rank=4, mlp_widths=(8,), projection=projection)
+    layer = ExpertMixture(tokens, 3, width=64, spec=spec, activation="relu").double()
+    x, h = wide(2, tokens, 64), wide(2, 3, 64)
+    weights = list(layer.parameters())
+    plain = layer(x, h)
+    monkeypatch.setattr(token_linear, "reads_wide", lambda x: True)
+    inner, torch_bmm = [], torch.bmm
+
+    def bmm(a, b):
+        inner.append(a.shape[2])
+        return torch_bmm(a, b)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "bmm", bmm)
+        own = layer(x, h)
+    assert len(inner) >= 6
+    assert all(size % 8 == 0 for size in inner)
+    gradients_equal([own], [plain], (x, h, *weights), [torch.randn_like(plain)])
 
 
 @pytest.mark.gpu

@@ -1,16 +1,21 @@
 """Experts beside the event streams: the same numbers, whatever runs at the same time."""
 
+import re
+
 import pytest
 import torch
 from batches import SCHEMA, ragged_batch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 
 from gem.config import parse_recipe
-from gem.model.build import build_model, overlap_sides
+from gem.model.build import build_model, overlap_sides, refuse_cut_sides
 from gem.model.gem import GemLayer
 from gem.model.spec import GemSpec
 from gem.train.spec import ParallelSpec
 from gem_opkit.errors import UnsupportedError
 from gem_parallel.side_stream import SideStream
+from gem_parallel.testing import one_rank_group
 
 LAYERS = ("transformer", "interaction", "transformer", "interaction")
 
@@ -77,7 +82,29 @@ def test_on_a_gpu_it_changes_the_order_of_sums_at_most():
 def test_gathered_parameters_are_refused():
     with pytest.raises(UnsupportedError, match=r"parallel.overlap_sides must be false.*shard=2"):
         ParallelSpec(shard=2, table_shard=2, overlap_sides=True)
-    assert ParallelSpec(replicate=2, overlap_sides=True).overlap_sides
+    for axis in ("replicate", "expert"):
+        plan = ParallelSpec.model_validate({axis: 2, "table_shard": 2, "overlap_sides": True})
+        assert plan.overlap_sides
+
+
+def test_parameters_that_are_cut_beside_experts_are_refused():
+    model = model_of(torch.device("cpu"), sides=True)
+    refuse_cut_sides(model)
+    with one_rank_group("shard"):
+        mesh = init_device_mesh("cpu", (1,))
+        # Experts of an interaction layer run behind its streams: they may be cut.
+        for layer, refused in ((1, False), (2, True)):
+            mixture = model.get_submodule(f"layers.{layer}.experts")
+            name, parameter = next(iter(mixture.named_parameters()))
+            holder, _, key = name.rpartition(".")
+            cut = torch.nn.Parameter(distribute_tensor(parameter.detach(), mesh))
+            setattr(mixture.get_submodule(holder), key, cut)
+            if refused:
+                words = f"layers.2.experts.{name} with {parameter.numel()} elements"
+                with pytest.raises(UnsupportedError, match=re.escape(words)):
+                    refuse_cut_sides(model)
+            else:
+                refuse_cut_sides(model)
 
 
 def test_a_recipe_turns_it_on():

@@ -114,7 +114,7 @@ def test_keys_that_no_forecast_counts_are_named_and_their_plans_left_out():
     assert any(ranked.forecast.plan.expert > 1 for ranked in plain.search.best)
     for settings, keys, whole in (
         (("memory.budget_gib=10",), "memory.budget_gib", ("expert",)),
-        (("parallel.overlap_sides=true",), "parallel.overlap_sides", ("shard", "expert")),
+        (("parallel.overlap_sides=true",), "parallel.overlap_sides", ("shard",)),
     ):
         planned = plan_recipe(Asked("h200", gpus=4, settings=settings))
         assert f"not counted: {keys}\n" in as_text(planned)

@@ -4,6 +4,8 @@ import json
 import math
 import os
 import signal
+from dataclasses import replace
+from itertools import groupby
 
 import pytest
 import torch
@@ -12,9 +14,10 @@ from typer.testing import CliRunner
 from gem import faults
 from gem.cli import app
 from gem.config import load_recipe
-from gem.scaling import ladder, picture
+from gem.scaling import ladder, picture, processes
+from gem.scaling.gains import gains, synergy
 from gem.scaling.read import ladders_of, read_ladder, shipped_ladders
-from gem.scaling.rung import RungJob, _ne, planted_schema, train_rung
+from gem.scaling.rung import RungJob, _ne, planted_flops, planted_schema, rung_config, train_rung
 from gem.scaling.spec import PlantedSpec, ScalingSpec
 from gem.train.interrupt import Interrupted
 from gem_opkit.errors import ConfigError, DataError, MeasurementError, UnsupportedError
@@ -22,8 +25,9 @@ from gem_opkit.errors import ConfigError, DataError, MeasurementError, Unsupport
 BASE = str(shipped_ladders()["planted"].parent / "planted-base.toml")
 SMALL = (
     *("train.batch_examples=32", "precision.default=fp32", "data.synthetic.items=100"),
-    *("train.schedule.warmup_steps=1", "data.streams.impressions.max_events=8"),
+    *("train.schedule.warmup_steps=1", "data.streams.impressions.max_events=10"),
 )
+LENGTH = "data.streams.impressions.max_events"
 RUNGS = [{"name": str(n), "set": [f"model.width={16 * n}"]} for n in range(1, 6)]
 
 
@@ -39,7 +43,7 @@ def spec(**changed):
             "law": "together",
             "ladders": [
                 {"name": "together", "rungs": RUNGS},
-                {"name": "length", "rungs": [{"name": "4"}, {"name": "8"}]},
+                {"name": "length", "rungs": [{"name": n, "set": [f"{LENGTH}={n}"]} for n in "48"]},
             ],
         }
         | changed
@@ -62,11 +66,12 @@ def trained(monkeypatch):
             "rung": job.rung,
             "seed": job.seed,
             "settings": list(job.settings),
+            "content": job.content,
             "ne": {"click": ne},
             "flops_per_example": flops,
         }
 
-    monkeypatch.setattr(ladder, "train_rung", train)
+    monkeypatch.setattr(processes, "train_rung", train)
     monkeypatch.setattr(ladder, "planted_flops", lambda job: 1e6 * 3.0 ** float(job.rung))
     return ran, seen, off
 
@@ -132,6 +137,82 @@ def test_seeds_are_averaged(trained, tmp_path):
     assert found["law"]["rungs"] == 4
 
 
+def test_a_model_that_is_in_two_ladders_is_trained_once(trained, tmp_path):
+    ran, _, off = trained
+    off["9"] = 0.01
+    twice = [RUNGS[1] | {"name": "2b"}, {"name": "9", "set": [f"{LENGTH}=4"]}]
+    ladders = [{"name": "length", "rungs": twice}, {"name": "together", "rungs": RUNGS}]
+    found = ladder.climb(spec(ladders=ladders, seeds=(1, 2)), tmp_path / "out")
+    assert sorted(ran) == sorted(
+        f"{name}.seed-{seed}"
+        for name in ("length.9", *(f"together.{n}" for n in range(1, 6)))
+        for seed in (1, 2)
+    )
+    own = {(r["ladder"], r["rung"], r["seed"]): r for r in found["rungs"]}
+    for seed in (1, 2):
+        copied = own["length", "2b", seed]
+        assert copied["same_as"] == {"ladder": "together", "rung": "2"}
+        assert copied["ne"] == own["together", "2", seed]["ne"]
+    both = synergy(found, "click")
+    assert (both.together.first, both.together.last) == ("2", "5")
+    assert both.together.cost == pytest.approx(27)
+    assert both.together.fall == pytest.approx(0.02 * math.log(27) - 2e-3)
+    assert both.together.error == pytest.approx(0.0, abs=1e-12)
+    assert both.sum_of_falls == pytest.approx(0.02 * 7 * math.log(3) - 12e-3)
+    assert "From rung 2, each direction alone" in (tmp_path / "out/report.html").read_text()
+    with pytest.raises(ConfigError, match=r"together\.5\.seed-1 must be another model.*rung 4"):
+        same = [*RUNGS[:4], RUNGS[3] | {"name": "5"}]
+        ladder.climb(spec(ladders=[{"name": "together", "rungs": same}]), tmp_path / "new")
+
+
+def test_the_error_of_a_gain_is_that_of_its_seeds(trained, tmp_path, monkeypatch):
+    there = processes.train_rung
+
+    def train(job):
+        found = there(job)
+        found["ne"]["click"] -= 1e-3 * job.seed * float(job.rung)
+        return found
+
+    monkeypatch.setattr(processes, "train_rung", train)
+    found = ladder.climb(spec(seeds=(1, 3)), tmp_path / "out")
+    # The falls from 4 to 8 events differ by 8e-3 between the seeds.
+    (gain,) = (gain for gain in gains(found, "click") if gain.ladder == "length")
+    assert gain.error == pytest.approx(4e-3)
+    assert synergy(found, "click") is None
+
+
+def test_processes_are_dealt_to_gpus_evenly():
+    gpus = processes.Gpus(3, "5,2,7")
+    with gpus.one() as first, gpus.one() as second:
+        assert (first, second) == ("5", "2")
+        with gpus.one() as third, gpus.one() as fourth:
+            assert (third, fourth) == ("7", "5")
+        with gpus.one() as again:
+            assert again == "7"
+    for count, visible in ((0, None), (1, None), (1, "3")):
+        with processes.Gpus(count, visible).one() as none:
+            assert none is None
+    with processes.Gpus(2, None).one() as first:
+        assert first == "0"
+
+
+def test_a_process_sees_its_gpu_alone(trained, monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    job = next(iter(ladder._jobs(spec(), tmp_path, "cpu")))
+    processes._apart(job, tmp_path / "x", "3")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
+
+
+def test_content_joins_inputs_and_events(tmp_path):
+    rungs = [*RUNGS[:3], {"name": "4", "content": 2}]
+    asked = spec(ladders=[{"name": "together", "rungs": rungs}])
+    *_, job = ladder._jobs(asked, tmp_path, "cpu")
+    schema = planted_schema(rung_config(job))
+    assert [source.name for source in schema.ids] == ["item_id"]
+    assert schema.numbers == schema.streams[0].numbers == ("content_00", "content_01")
+    assert [source.name for source in schema.streams[0].ids] == ["item_id", "feedback"]
+
+
 class Process:
     """Stands for a process: runs what it is given, or ends with a fault."""
 
@@ -155,7 +236,7 @@ def test_a_rung_that_fails_in_its_process_is_named_and_others_are_kept(
 ):
     out = tmp_path / "out"
     there = type("Context", (), {"Process": Process})
-    monkeypatch.setattr(ladder.multiprocessing, "get_context", lambda method: there)
+    monkeypatch.setattr(processes.multiprocessing, "get_context", lambda method: there)
     with pytest.raises(MeasurementError, match=r"length\.8\.seed-1 must be trained to its end"):
         ladder.climb(spec(), out, jobs=3)
     assert len(list((out / "rungs").iterdir())) == 6
@@ -165,8 +246,8 @@ def test_a_rung_that_fails_in_its_process_is_named_and_others_are_kept(
 
 @pytest.mark.parametrize("ne", [None, math.nan, math.inf])
 def test_a_rung_without_an_ne_is_refused_and_not_kept(trained, tmp_path, monkeypatch, ne):
-    there = ladder.train_rung
-    monkeypatch.setattr(ladder, "train_rung", lambda job: there(job) | {"ne": {"click": ne}})
+    there = processes.train_rung
+    monkeypatch.setattr(processes, "train_rung", lambda job: there(job) | {"ne": {"click": ne}})
     with pytest.raises(DataError, match=r"together\.4\.seed-1 must have an NE.*none for click"):
         ladder.climb(spec(), tmp_path / "out")
     assert not list((tmp_path / "out/rungs").iterdir())
@@ -184,13 +265,13 @@ def test_a_stop_is_told_in_a_line_and_how_to_go_on(trained, tmp_path, monkeypatc
     def heard(job):
         raise Interrupted(signal.SIGTERM, 7)
 
-    monkeypatch.setattr(ladder, "train_rung", heard)
+    monkeypatch.setattr(processes, "train_rung", heard)
     said = runner.invoke(app, asked, obj=faults.Asked())
     assert said.exit_code == 0, said.output
     assert "a rung stopped after step 7. Continue with:" in said.stderr
     assert "--resume" not in said.stderr
 
-    monkeypatch.setattr(ladder, "train_rung", lambda job: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(processes, "train_rung", lambda job: os.kill(os.getpid(), signal.SIGTERM))
     said = runner.invoke(app, asked, obj=faults.Asked())
     assert said.exit_code == 128 + signal.SIGTERM
     assert said.stderr == "terminated; rungs that have ended are kept\n"
@@ -201,21 +282,23 @@ def test_a_stopped_process_shows_no_traceback(monkeypatch, tmp_path, stop):
     def train(job):
         raise stop
 
-    monkeypatch.setattr(ladder, "train_rung", train)
+    monkeypatch.setattr(processes, "train_rung", train)
     with pytest.raises(SystemExit) as ending:
-        ladder._apart(next(iter(ladder._jobs(spec(), tmp_path, "cpu"))), tmp_path / "x.json")
+        processes._apart(next(iter(ladder._jobs(spec(), tmp_path, "cpu"))), tmp_path / "x", None)
     assert ending.value.code == 1
 
 
 def test_a_planted_rung_is_trained(tmp_path):
     small = PlantedSpec(items=100, latents=3, max_events=12)
-    job = RungJob("a", "b", BASE, SMALL, 3, small, 96, 40, "cpu", tmp_path / "run")
+    job = RungJob("a", "b", BASE, SMALL, 2, 3, small, 96, 40, "cpu", tmp_path / "run")
     found, again = train_rung(job), train_rung(job)
     for key in ("seconds", "examples_per_s", "provenance"):
         found.pop(key), again.pop(key)
     assert found == again
     assert found["examples"] == 96
     assert found["held_out"] == 64
+    assert found["content"] == 2
+    assert len(found["ne_while_training"]) == 3
     assert found["ne_of_rates"] < found["ne"]["click"] < 1.1
     assert found["flops_per_example"] == pytest.approx(2e6, rel=1.0)
 
@@ -268,20 +351,29 @@ def test_a_ladder_on_data_is_reported_without_a_law(tmp_path):
     assert rung["flops_per_example"] > 0
 
 
-def test_shipped_ladders_can_be_climbed():
+def test_shipped_ladders_can_be_climbed(tmp_path):
     """Every rung is a model that reads what the world has; each ladder grows."""
     for name in shipped_ladders():
         found = read_ladder(name)
         assert found.law is None or len(found.ladders[0].rungs) >= 5
-        for each in found.ladders:
-            for rung in each.rungs:
-                planted_schema(load_recipe(found.recipe, [*found.set, *rung.set]))
+        jobs = [
+            replace(job, examples=8_192)
+            for job in ladder._jobs(found, tmp_path, "cpu")
+            if job.seed == found.seeds[0]
+        ]
+        for _, own in groupby(jobs, key=lambda job: job.ladder):
+            flops = [planted_flops(job) for job in own]
+            assert flops == sorted({*flops})
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
         ({"law": "width"}, "law must name a ladder"),
+        (
+            {"ladders": [{"name": "a", "rungs": [{"name": "1", "content": 4}]}], "law": None},
+            "content of rung 1 of a must be at most planted.latents.* got 4, 3 are there",
+        ),
         ({"source": "data"}, "no law is claimed"),
         ({"seeds": [2, 1, 2]}, "seeds must be different; got 2, 1, 2"),
         ({"seeds": [-1]}, "greater than or equal to 0"),

@@ -99,7 +99,7 @@ def test_flops_are_known_before_a_rung_is_run_to_the_last_one():
     counts = {int(n): int((lengths == n).sum()) for n in lengths.unique()}
     assert flops_of_lengths(config, schema, counts, batches=3) == wanted
     settings = ("train.batch_examples=32", 'model.layers=["transformer","interaction"]', CONTENT)
-    job = RungJob("a", "b", BASE, settings, 1, WORLD, 3 * 32, 32, "cpu", None)
+    job = RungJob("a", "b", BASE, settings, 0, 1, WORLD, 3 * 32, 32, "cpu", None)
     assert planted_flops(job) == wanted / 96
 
 

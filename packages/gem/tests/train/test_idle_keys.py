@@ -37,6 +37,14 @@ def test_every_key_without_effect_has_a_line(tiny):
     ]
     only = lines(tiny("model.layers=['interaction']", ALL[0]))
     assert only == [f"{TOLD[2]}the model has no transformer layers"]
+    halves = ("precision.default=bf16_autocast",)
+    assert lines(tiny("parallel.reduce_dtype=bf16")) == [
+        "parallel.reduce_dtype=bf16 changes nothing: gradients of one rank are summed with nobody's"
+    ]
+    assert lines(tiny(*halves, "parallel.gather_dtype=bf16", "parallel.keep_gathered=true")) == [
+        "parallel.gather_dtype=bf16 changes nothing: parallel.shard and parallel.expert are 1",
+        "parallel.keep_gathered=true changes nothing: parallel.shard and parallel.expert are 1",
+    ]
     engine = ("model.embeddings.initial_rows=by_place", "parallel.table_engine=torch")
     assert lines(tiny(*engine, ALL[1])) == []
 
@@ -52,7 +60,9 @@ def test_a_run_says_them(tiny, data_root, monkeypatch):
 @pytest.mark.parametrize(("below", "told"), [(100, []), (101, ["replicate_below=101"])])
 def test_weights_that_are_all_copies_are_not_gathered(below, told):
     plan = ParallelSpec(shard=2, gathers="copy_engine", replicate_below=below)
-    step = SimpleNamespace(plan=plan, gathers={}, sizes={"a": 7, "b": 100}, engine=object())
+    step = SimpleNamespace(
+        plan=plan, gathers={}, sizes={"a": 7, "b": 100}, engine=object(), world=World()
+    )
     assert [line.rpartition(".")[2] for line in idle_keys(step)] == told
 
 

@@ -41,15 +41,20 @@ def learn(config, world, data_root) -> tuple[list[list[float]], int, int, list[i
         run = build_run(config, data_root / "unused", world, Display(None), data_root)
         step = run.step
         step.ahead.on, step.ahead.stream = True, None
-        started = 0
-        begin = step.engine.start_ahead
+        started = fetched = 0
+        begin, fetch = step.engine.start_ahead, step.engine.fetch_ahead
 
         def counted(ids):
             nonlocal started
             started += 1
             return begin(ids)
 
-        step.engine.start_ahead = counted
+        def counted_too(coming):
+            nonlocal fetched
+            fetched += 1
+            fetch(coming)
+
+        step.engine.start_ahead, step.engine.fetch_ahead = counted, counted_too
         step.model.train()
         found = []
         batches: list[ExampleBatch] = list(run.reader.batches("train"))
@@ -58,6 +63,7 @@ def learn(config, world, data_root) -> tuple[list[list[float]], int, int, list[i
                 step.expect(batches[number + 1])
             scored = step(batch, number)
             found.append([float(scored.loss), float(scored.grad_norm)])
+        assert fetched == (started if world.grouped else 0)
         # What a checkpoint holds is the same on every way.
         held = [*step.dense.values()]
         held += [v for state in step.optimizers["dense"].state.values() for v in state.values()]

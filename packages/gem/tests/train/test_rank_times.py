@@ -59,20 +59,6 @@ def test_units_count_and_what_may_wait_does_not(monkeypatch):
     assert own.take_ms() == 0.0
 
 
-def test_a_compiled_unit_is_left_as_it_is(monkeypatch):
-    clock = [0.0]
-    monkeypatch.setattr(rank_times.time, "perf_counter", lambda: clock[0])
-    model = Model(clock)
-    # Compiled parts hold no collective: the mixture counts with its layer.
-    for unit in (model.features, model.layers[0].child):
-        unit.compile(fullgraph=True, backend="eager")
-        unit._compiled_call_impl = unit._call_impl  # this clock cannot be traced
-    own = OwnTime(model, torch.device("cpu"))
-    model()
-    assert own.take_ms() == pytest.approx(1e3 * 2 * (2.0 + 100.0 + 4.0))
-    assert not model.features._forward_hooks
-
-
 def test_means_of_what_dealing_says():
     works = StepWorks()
     assert [math.isnan(x) for x in works.means()] == [True] * 4

@@ -2,8 +2,8 @@
 
 Torch-free, so that a plan can be checked on a machine without a GPU. One mesh of ranks is seen two
 ways: dense ``(replicate, shard, expert)`` with expert innermost, and sparse
-``(table_shard, table_replicate)`` with table_replicate innermost. Innermost ranks are neighbours,
-so the innermost axis gets the fastest link.
+``(table_shard, table_replicate)`` with table_replicate innermost, or outermost where copies of
+tables lie far apart. Innermost ranks are neighbours, so the innermost axis gets the fastest link.
 """
 
 from typing import Literal, Self
@@ -14,6 +14,7 @@ from gem_opkit.contract import Contract
 from gem_opkit.errors import ConfigError
 
 DenseAxis = Literal["replicate", "shard", "expert"]
+TableCopies = Literal["near", "far"]
 SparseAxis = Literal["table_shard", "table_replicate"]
 DENSE_AXES: tuple[DenseAxis, ...] = ("replicate", "shard", "expert")
 SPARSE_AXES: tuple[SparseAxis, ...] = ("table_shard", "table_replicate")
@@ -117,6 +118,12 @@ class ParallelPlan(Contract):
         default=False,
         description="each replica keeps 1 / table_replicate of its table rows between steps",
     )
+    table_copies: TableCopies = Field(
+        default="near",
+        description="where the copies of a table part lie: near, on neighbouring ranks, so that "
+        "parts are spread over all machines; far, each copy of the tables on neighbouring ranks of "
+        "its own, so that vectors stay on near links, and means or gradients of copies travel far",
+    )
     replicate_below: int = Field(
         default=65_536,
         ge=0,
@@ -155,6 +162,10 @@ class ParallelPlan(Contract):
     def world_size(self) -> int:
         """Number of ranks that the plan is for."""
         return self.replicate * self.shard * self.expert
+
+    def sparse_axes(self) -> tuple[SparseAxis, ...]:
+        """The axes of tables, the innermost one last."""
+        return SPARSE_AXES if self.table_copies == "near" else SPARSE_AXES[::-1]
 
     @model_validator(mode="after")
     def _meshes_agree(self) -> Self:

@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 from typing import Literal, cast
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from gem_opkit.errors import ConfigError
-from gem_parallel.contract import DENSE_AXES, SPARSE_AXES, ParallelPlan
+from gem_parallel.contract import DENSE_AXES, SPARSE_AXES, ParallelPlan, TableCopies
 from gem_parallel.launch import World
 
 
@@ -18,7 +19,8 @@ def plan_mesh(plan: ParallelPlan, world: World, view: Literal["dense", "sparse"]
         plan: sizes of the axes; its product must be the world size.
         world: the ranks; a process group must exist when there is more than one.
         view: ``dense`` for (replicate, shard, expert), ``sparse`` for
-            (table_shard, table_replicate). The last axis is innermost: its ranks are neighbours.
+            (table_shard, table_replicate). The last axis is innermost: its ranks are neighbours,
+            unless the plan has ``table_copies = "far"``.
 
     Returns:
         A mesh with the axes' names.
@@ -36,8 +38,31 @@ def plan_mesh(plan: ParallelPlan, world: World, view: Literal["dense", "sparse"]
             "plan_mesh: world must hold several ranks; got 1; a single rank needs no mesh"
         )
     axes = DENSE_AXES if view == "dense" else SPARSE_AXES
+    if view == "sparse":
+        return table_mesh(
+            world.device.type, plan.table_shard, plan.table_replicate, plan.table_copies
+        )
     sizes = tuple(getattr(plan, axis) for axis in axes)
     return init_device_mesh(world.device.type, sizes, mesh_dim_names=axes)
+
+
+def table_mesh(kind: str, table_shard: int, table_replicate: int, copies: TableCopies) -> DeviceMesh:
+    """Build the mesh of tables, over all ranks. Every rank has to call it.
+
+    Args:
+        kind: type of the devices.
+        table_shard: ranks of a sharding group.
+        table_replicate: sharding groups.
+        copies: where the copies of a part lie.
+
+    Returns:
+        a mesh (table_shard, table_replicate).
+    """
+    sizes = (table_shard, table_replicate)
+    if copies == "near":
+        return init_device_mesh(kind, sizes, mesh_dim_names=SPARSE_AXES)
+    ranks = torch.arange(table_shard * table_replicate).view(table_replicate, table_shard)
+    return DeviceMesh(kind, ranks.T.contiguous(), mesh_dim_names=SPARSE_AXES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,6 +116,53 @@ def one_rank_group(
         dist.destroy_process_group()
 
 
+class MappedBuffer:
+    """A shared buffer of CPU ranks (`gem_parallel.copy_engine.buffers.SharedBuffer`), in files.
+
+    Memory of other ranks is really read, as the copy engines of GPUs read it.
+
+    Args:
+        folder: empty at first, the same on every rank.
+        group: the ranks.
+        bytes_: size on every rank.
+
+    Attributes:
+        own: this rank's memory, uint8, filled with 255.
+    """
+
+    made = 0
+
+    def __init__(self, folder: str | Path, group: dist.ProcessGroup, bytes_: int) -> None:
+        among = "-".join(map(str, dist.get_process_group_ranks(group)))
+        stem = f"{folder}/{MappedBuffer.made}-{among}"
+        MappedBuffer.made += 1
+        self._group = group
+        paths = [f"{stem}-{rank}" for rank in range(group.size())]
+        self.own = torch.from_file(paths[group.rank()], shared=True, size=bytes_, dtype=torch.uint8)
+        self.own.fill_(255)
+        dist.barrier(group)
+        self._all = [
+            torch.from_file(path, shared=True, size=bytes_, dtype=torch.uint8) for path in paths
+        ]
+
+    def meet(self) -> None:
+        """Wait until every rank has come here."""
+        dist.barrier(self._group)
+
+    def of(self, rank: int, first_byte: int, bytes_: int) -> torch.Tensor:
+        """Give a part of another rank's memory.
+
+        Args:
+            rank: in the group.
+            first_byte: at which it begins.
+            bytes_: its size.
+
+        Returns:
+            uint8.
+        """
+        return self._all[rank][first_byte : first_byte + bytes_]
+
+
 def _end(ranks: Sequence[BaseProcess], *, wait_s: float) -> None:
     for process in ranks:
         process.join(wait_s)

@@ -230,7 +230,7 @@ def axis_tiers(plan: ParallelPlan, topology: Topology) -> dict[str, LinkTier | N
     """
     plan.check_world(topology.world_size)
     tiers: dict[str, LinkTier | None] = {}
-    for axes in (DENSE_AXES, SPARSE_AXES):
+    for axes in (DENSE_AXES, plan.sparse_axes()):
         sizes = [getattr(plan, axis) for axis in axes]
         for position, axis in enumerate(axes):
             stride = prod(sizes[position + 1 :])

@@ -172,9 +172,9 @@ def count_elements():
 STATISTICS = count_elements()
 
 
-def spread(world, plan, seed=0, count=4):
+def spread(world, plan, seed=0, count=4, dtype=torch.float64):
     """The model under a plan, and its table, which nobody merges."""
-    model = make_model(seed=seed, count=count).to(world.device)
+    model = make_model(seed=seed, count=count, dtype=dtype).to(world.device)
     table = model.table.weight
     dense = parallelise(model, plan, world, units=UNITS, experts=MIXTURES, ignored=[table])
     return dense, table

@@ -14,37 +14,16 @@ from small_model import loss_of, make_batch, nccl_world, optimizer_of, own_rows,
 
 from gem_opkit.errors import ShapeError, UnsupportedError
 from gem_parallel.copy_engine.buffers import BufferPool
+from gem_parallel.copy_engine.choose import GatherChoice
 from gem_parallel.copy_engine.gather import CopyEngineGather
 from gem_parallel.copy_engine.reach import Measured, break_even, measure, why_not
+from gem_parallel.copy_engine.slices import SliceGathers
 from gem_parallel.copy_engine.units import gather_by_copy_engines
-from gem_parallel.testing import run_ranks
+from gem_parallel.testing import MappedBuffer, run_ranks
 
 STEPS = 2
 # Bytes a rank: of the small model some units are below, some above.
 SOME = 40
-
-
-class MappedBuffer:
-    """A file for each rank, mapped by all."""
-
-    made = 0
-
-    def __init__(self, folder, group, bytes_):
-        self.group, self.bytes_ = group, bytes_
-        among = "-".join(map(str, dist.get_process_group_ranks(group)))
-        stem = f"{folder}/{MappedBuffer.made}-{among}"
-        MappedBuffer.made += 1
-        path = [f"{stem}-{rank}" for rank in range(group.size())]
-        self.own = torch.from_file(path[group.rank()], shared=True, size=bytes_, dtype=torch.uint8)
-        self.own.fill_(255)
-        dist.barrier(group)
-        self.all = [torch.from_file(p, shared=True, size=bytes_, dtype=torch.uint8) for p in path]
-
-    def meet(self):
-        dist.barrier(self.group)
-
-    def of(self, rank, first_byte, bytes_):
-        return self.all[rank][first_byte : first_byte + bytes_]
 
 
 def train(world, plan, folder):
@@ -140,6 +119,88 @@ def test_parts_lie_in_rank_order_and_small_ones_go_another_way(tmp_path):
         assert reason == "the ranks compute on cpu, which has no copy engines"
 
 
+def gather_slices(world, folder):
+    """Slices of several sizes, gathered again after each rank has changed its own."""
+    group, gpu = dist.group.WORLD, world.device.type == "cuda"
+    make = None if gpu else lambda g, n: MappedBuffer(folder, g, n)
+    choice = GatherChoice("copy_engine", at_least_bytes=200, make=make)
+    gathers = SliceGathers(group, world.device, choice)
+    found = []
+    for elements in (49, 50, 1000, 0):
+        slice_ = gathers.slice(elements, torch.float32)
+        if slice_ is None:
+            found.append(None)
+            continue
+        whole = torch.zeros(elements * world.size, device=world.device)
+        for turn in range(3):
+            slice_.own.copy_(torch.arange(elements) + 100.0 * world.rank + turn)
+            ended = slice_.gather(whole)
+            ended.wait()
+            slice_.own.fill_(-1.0)  # nobody reads it any more
+            found.append(whole.clone().cpu())
+        try:
+            slice_.gather(whole[1:])
+        except ShapeError as refused:
+            found.append(str(refused))
+    return found
+
+
+def slices_are_right(by_rank):
+    for small, *large, none in by_rank:
+        assert small is None
+        assert none is None
+        for place, elements in enumerate((50, 1000)):
+            *wholes, refused = large[4 * place : 4 * place + 4]
+            each = torch.arange(elements, dtype=torch.float32)
+            for turn, whole in enumerate(wholes):
+                expected = [each + 100.0 * rank + turn for rank in range(len(by_rank))]
+                assert torch.equal(whole, torch.cat(expected))
+            assert f"whole must hold {len(by_rank)} slices of {elements} x torch.float32" in refused
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_slices_are_gathered_where_they_lie_and_may_be_written_afterwards(ranks, tmp_path):
+    slices_are_right(run_ranks(gather_slices, ranks, str(tmp_path)))
+
+
+def gather_slices_on_gpus(world, store):
+    return gather_slices(nccl_world(world, store), None)
+
+
+@pytest.mark.gpu2
+def test_two_gpus_gather_slices_where_they_lie(tmp_path):
+    slices_are_right(run_ranks(gather_slices_on_gpus, 2, tmp_path / "store"))
+
+
+def refuse_slices(world):
+    told = []
+    log = logging.getLogger("gem_parallel.copy_engine.choose")
+    log.addHandler(Listener(told))
+    log.setLevel(logging.INFO)
+    named = ("recipe", "parallel.gathers")
+    for way in ("nccl", "measured", "copy_engine"):
+        try:
+            gathers = SliceGathers(
+                dist.group.WORLD, world.device, GatherChoice(way, named=named, what="tables")
+            )
+            told.append(str(gathers.slice(2**24, torch.float32)))
+        except UnsupportedError as refused:
+            told.append(str(refused))
+    return told
+
+
+def test_slices_stay_with_collectives_where_no_copy_engine_is():
+    for told in run_ranks(refuse_slices, 2):
+        assert told == [
+            "None",
+            "tables are gathered by NCCL: the ranks compute on cpu, which has no copy engines",
+            "None",
+            'recipe: parallel.gathers must be "nccl" or "measured" here; got "copy_engine"; the '
+            "ranks compute on cpu, which has no copy engines; take "
+            '"measured", which uses NCCL where it has to',
+        ]
+
+
 class PlainBuffer:
     def __init__(self, bytes_):
         self.own = torch.zeros(bytes_, dtype=torch.uint8)
@@ -178,8 +239,8 @@ def test_copies_begin_where_they_are_faster_at_every_larger_size(copy_ms, expect
 def refuse_here(world):
     dense, _ = spread(world, plan_of(1, 2, 1))
     told = []
-    logging.getLogger("gem_parallel.copy_engine.units").addHandler(Listener(told))
-    logging.getLogger("gem_parallel.copy_engine.units").setLevel(logging.INFO)
+    logging.getLogger("gem_parallel.copy_engine.choose").addHandler(Listener(told))
+    logging.getLogger("gem_parallel.copy_engine.choose").setLevel(logging.INFO)
     nothing = gather_by_copy_engines(dense.module, world.device, way="nccl")
     other = gather_by_copy_engines(dense.module, world.device, way="measured")
     try:

@@ -143,6 +143,51 @@ def test_two_gpus_train_like_one_process(alone, tmp_path):
         check_all(alone, plans, found)
 
 
+SINGLE = torch.float32
+
+
+def sums_of(world, plans):
+    """What ranks give to each sum, all told, and gradients of one step under each plan, whole."""
+    rows = own_rows(make_batch(0, dtype=SINGLE), 0, world)
+    model = make_model(dtype=SINGLE)
+    loss_of(model, rows, world).backward()
+    given = {
+        name: all_reduce_sum(p.grad.abs(), world) / world.size
+        for name, p in model.named_parameters()
+    }
+    found = []
+    for plan in plans:
+        for narrow in ("fp32", "bf16"):
+            dense, _ = spread(world, plan.model_copy(update={"reduce_dtype": narrow}), dtype=SINGLE)
+            loss_of(dense.module, rows, world).backward()
+            kinds = {g.dtype for g in dense.local_gradients()}
+            with torch.no_grad():
+                for p in dense.parameters.values():
+                    p.copy_(p.grad)
+            found.append((dense.full_state(), kinds | {p.dtype for p in dense.parameters.values()}))
+    return given, found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_sums_in_bf16_are_those_of_fp32_to_a_rounding_a_rank(ranks):
+    """A rounding of what each rank gives, one of each sum of two, and one of the mean."""
+    plans, unit = plans_of(ranks), 2.0**-9
+    for given, found in run_ranks(sums_of, ranks, plans):
+        for plan, place in zip(plans, range(0, len(found), 2), strict=True):
+            (wide, kinds), (narrow, narrow_kinds) = found[place : place + 2]
+            assert kinds == narrow_kinds == {SINGLE}
+            rounded = {}
+            for name, right in wide.items():
+                error = (narrow[name] - right).abs()
+                bound = (ranks + 1) * unit * given[name] + 1e-6 * given[name].max()
+                assert bool((error <= bound).all()), (name_of(plan), name)
+                rounded[name] = bool((error > 1e-6 * given[name]).any())
+            assert sum(rounded.values()) > len(rounded) // 4, name_of(plan)
+            # Where nobody shares an expert its gradient is not rounded.
+            if plan.replicate * plan.shard == 1:
+                assert not any(is_ for name, is_ in rounded.items() if ".experts." in name)
+
+
 class OneOfEach(nn.Module):
     """A scalar that all ranks share and one scalar for each of two experts."""
 

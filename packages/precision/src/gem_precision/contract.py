@@ -85,6 +85,12 @@ class PrecisionRecipe(Contract):
             FP8 runs where it was measured to pay (both sides at least 1,024 wide and whole blocks
             of 128, a weight of at least 2,048², and per call rows x weight of at least
             65,536 x 2,048²), MXFP8 everywhere.
+        stochastic_rounding: gradients are rounded to MXFP8 up or down by chance, in products of
+            linear layers and of attention, so that they are right on average. By a seed that
+            torch's default generator draws for each call.
+        random_hadamard: both factors of a product in MXFP8 are rotated by a random Hadamard matrix
+            of 32 before they are rounded, which spreads an outlier over its block. In plain torch:
+            right numbers, and slow. Attention takes it where heads are a multiple of 32 wide.
         gather_in_8_bits: where ranks share a layer's weight, the weights of layers in ``fp8_block``
             travel in 8 bits, quantised by the rank that trains them. Such a layer reads the numbers
             of block FP8 in every call, also in one that stays in bf16.
@@ -115,6 +121,14 @@ class PrecisionRecipe(Contract):
         default=None,
         ge=0,
         description="narrower layers stay in bf16; none: the measured break-even of the format",
+    )
+    stochastic_rounding: bool = Field(
+        default=False, description="gradients are rounded to MXFP8 up or down by chance"
+    )
+    random_hadamard: bool = Field(
+        default=False,
+        description="factors in MXFP8 are rotated by a random Hadamard matrix before they are "
+        "rounded",
     )
     gather_in_8_bits: bool = Field(
         default=False,
@@ -149,6 +163,22 @@ class PrecisionRecipe(Contract):
                 "PrecisionRecipe: gather_in_8_bits must stand beside a recipe or rule in "
                 f"'fp8_block', whose weights it sends; got {self.recipe!r}; leave it out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _something_is_in_mxfp8(self) -> "PrecisionRecipe":
+        backward = [f for rule in self.rules for f in (rule.input_gradient, rule.weight_gradient)]
+        forward = [rule.forward for rule in self.rules]
+        for key, own in (
+            ("stochastic_rounding", [self.recipe, self.attention, *backward]),
+            ("random_hadamard", [self.recipe, self.attention, *backward, *forward]),
+        ):
+            if getattr(self, key) and not any(str(f).startswith("mxfp8") for f in own):
+                raise ValueError(
+                    f"PrecisionRecipe: {key} must stand beside a recipe, a rule or attention in "
+                    f"MXFP8, whose rounding it changes; got recipe {self.recipe!r}; leave it out, "
+                    "or take 'mxfp8_rceil'"
+                )
         return self
 
     @model_validator(mode="after")

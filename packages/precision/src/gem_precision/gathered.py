@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from gem_opkit.errors import ConfigError, UnsupportedError, refusal
 from gem_precision.contract import LinearFormats
 from gem_precision.elements import WIDE_BLOCK
-from gem_precision.ops import BlockMatrix, block_dequantize, block_quantize
+from gem_precision.ops import BlockMatrix, block_dequantize_into, block_quantize
 
 _log = logging.getLogger("gem_precision")
 
@@ -122,14 +122,17 @@ class EightBitGather(Tensor):
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """Decode the shards of all ranks: the weight that the layer computes with."""
         elements, scales = outputs
-        strips = -(-self.held.shape[0] // WIDE_BLOCK)
-        parts = zip(elements.split(self.held.shape[0]), scales.split(strips), strict=True)
-        weight = torch.cat([block_dequantize(BlockMatrix(e, s, "128x128")) for e, s in parts])
-        if out is not None:
-            out.data.copy_(weight)
-            return None
-        weight = weight.to(param_dtype or self.held.dtype)
-        return weight, (weight,)
+        rows = self.held.shape[0]
+        dtype = param_dtype or self.held.dtype
+        weight = elements.new_empty(elements.shape, dtype=dtype) if out is None else out.data
+        if rows % WIDE_BLOCK == 0:  # whole blocks follow each other: one matrix
+            block_dequantize_into(weight, BlockMatrix(elements, scales, "128x128"))
+        else:
+            strips = -(-rows // WIDE_BLOCK)
+            parts = zip(elements.split(rows), scales.split(strips), strict=True)
+            for part, (e, s) in zip(weight.split(rows), parts, strict=True):
+                block_dequantize_into(part, BlockMatrix(e, s, "128x128"))
+        return None if out is not None else (weight, (weight,))
 
 
 def gather_in_8_bits(layer: nn.Linear) -> None:

@@ -7,12 +7,14 @@ column is much larger than the others. Plain torch, differentiable.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gem_opkit.errors import ConfigError, ShapeError, refusal
 from gem_opkit.stochastic import philox_words
 
 _OP = "random_hadamard"
+_ROTATED = 32  # the block of MXFP8
 
 
 def random_hadamard(x: Tensor, *, seed: int, block: int = 32, inverse: bool = False) -> Tensor:
@@ -53,6 +55,24 @@ def random_hadamard(x: Tensor, *, seed: int, block: int = 32, inverse: bool = Fa
     with torch.autocast(x.device.type, enabled=False):  # its products would round the rotation
         turned = (wide.unflatten(-1, (width // block, block)) @ matrix).flatten(-2)
     return (turned * signs if inverse else turned).to(x.dtype)
+
+
+def rotated_factor(x_TD: Tensor, seed: int) -> Tensor:
+    """Rotate a factor of a product along the dim that the product sums over, its last.
+
+    Args:
+        x_TD: fp32, bf16 or fp16; a width that is no multiple of 32 is filled up with zeros, which
+            add nothing to a product.
+        seed: of the signs; both factors of a product take the same.
+
+    Returns:
+        the rotated factor in fp32, contiguous, its width a multiple of 32.
+
+    Source: as ``random_hadamard``.
+    """
+    short = -x_TD.shape[1] % _ROTATED
+    wide = x_TD.float()
+    return random_hadamard(F.pad(wide, (0, short)) if short else wide, seed=seed, block=_ROTATED)
 
 
 def _signs(seed: int, width: int, device: torch.device) -> Tensor:

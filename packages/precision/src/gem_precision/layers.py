@@ -16,6 +16,7 @@ from gem_opkit.errors import ConfigError, ShapeError, UnsupportedError, refusal
 from gem_precision.contract import LinearFormats, PrecisionRecipe
 from gem_precision.norms import has_kernel, norm_beside_input, rms_normalize
 from gem_precision.ops import layer_norm, quantized_linear, rms_norm
+from gem_precision.rounding import NEAREST, Rounding
 
 MlpActivation = Literal["relu", "gelu", "silu", "identity"]
 
@@ -265,6 +266,7 @@ class Projection(nn.Linear):
         formats: of its three products, where one is below bf16 (``gem_precision.recipes`` sets
             them); None computes in the dtype of the input, or autocast's.
         least_rows: calls with fewer rows compute as without formats.
+        rounding: of factors in MXFP8, where one is among the formats.
 
     Raises:
         ConfigError: a width out of range; forward raises ShapeError for another width.
@@ -272,6 +274,7 @@ class Projection(nn.Linear):
 
     formats: LinearFormats | None = None
     least_rows: int = 0
+    rounding: Rounding = NEAREST
 
     def __init__(self, in_width: int, out_width: int, *, init_gain: float = 1.0) -> None:
         _check_width("Projection", in_width)
@@ -302,7 +305,13 @@ class Projection(nn.Linear):
         kind = input.device.type
         wide = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
         x_TD = input.to(wide).reshape(-1, self.in_features)
-        y_TF = quantized_linear(x_TD, self.weight, formats=self.formats)
+        y_TF = quantized_linear(
+            x_TD,
+            self.weight,
+            formats=self.formats,
+            seed=self.rounding.seed(),
+            hadamard_seed=self.rounding.hadamard_seed,
+        )
         return y_TF.view(*input.shape[:-1], self.out_features)
 
 

@@ -4,6 +4,7 @@ from gem_precision.kernels.adam_update.op import adam_update
 from gem_precision.kernels.block_quantize.op import (
     BlockMatrix,
     block_dequantize,
+    block_dequantize_into,
     block_quantize,
     block_quantize_both,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "MxMatrix",
     "adam_update",
     "block_dequantize",
+    "block_dequantize_into",
     "block_quantize",
     "block_quantize_both",
     "fp8_block_linear",

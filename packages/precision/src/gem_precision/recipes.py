@@ -6,6 +6,7 @@ attention, and products that are no ``Projection``.
 
 import difflib
 import logging
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -18,6 +19,7 @@ from gem_precision.contract import LayerRule, LinearFormats, PrecisionRecipe
 from gem_precision.elements import WIDE_BLOCK
 from gem_precision.kernels.quantized_linear.op import check_formats, formats_named
 from gem_precision.layers import Projection
+from gem_precision.rounding import NEAREST, Rounding
 
 _log = logging.getLogger("gem_precision")
 
@@ -102,7 +104,7 @@ def convert_layers(
     least_rows: dict[str, int] = {}
     for name, layer in layers.items():
         wanted = _wanted(name, recipe)
-        layer.formats, layer.least_rows = None, 0
+        layer.formats, layer.least_rows, layer.rounding = None, 0, NEAREST
         if wanted == _BF16:
             continue
         why = _why_not(name, layer, wanted, recipe.least_width, escapes)
@@ -115,12 +117,41 @@ def convert_layers(
             continue
         check_formats(wanted, device)
         layer.formats = formats[name] = wanted
+        layer.rounding = rounding_of(
+            recipe,
+            name,
+            forward=wanted.forward,
+            backward=(wanted.input_gradient, wanted.weight_gradient),
+        )
         if by_rows:
             layer.least_rows = least_rows[name] = rows
     done = Conversion(formats, kept, len(layers), least_rows)
     if recipe.recipe not in (None, "bf16") or recipe.rules:
         _log.info("precision: %s", done.told())
     return done
+
+
+def rounding_of(
+    recipe: PrecisionRecipe, name: str, *, forward: str, backward: Sequence[str]
+) -> Rounding:
+    """How a layer rounds what is in MXFP8.
+
+    Args:
+        recipe: what is wanted.
+        name: of the layer; the signs of its rotation follow from it.
+        forward: format of the layer's products in the forward pass.
+        backward: of those in the backward pass.
+
+    Returns:
+        the rounding; to the nearest, without rotation, where no product is in MXFP8.
+    """
+    by_chance = recipe.stochastic_rounding and any(map(_is_mx, backward))
+    turns = recipe.random_hadamard and any(map(_is_mx, (forward, *backward)))
+    return Rounding(by_chance, zlib.crc32(name.encode()) if turns else None)
+
+
+def _is_mx(number_format: str) -> bool:
+    return number_format.startswith("mxfp8")
 
 
 def _wanted(name: str, recipe: PrecisionRecipe) -> LinearFormats:

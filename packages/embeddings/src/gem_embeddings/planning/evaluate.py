@@ -62,6 +62,7 @@ def evaluate(
             )
         )
     shape = GroupShape(plan.ranks, plan.table_shard, plan.table_replicate, plan.fully_sharded)
+    spec = spec.model_copy(update={"table_copies": plan.table_copies})
     setting = setting_of(shape, optimizer, spec)
     traffic = traffic_of(tables, lookups, spec, plan.table_shard)
     zeros = [0] * plan.table_shard

@@ -17,6 +17,7 @@ from gem_embeddings.contract import (
     TableSpec,
 )
 from gem_opkit.errors import ConfigError, refusal
+from gem_parallel.contract import TableCopies
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +141,7 @@ def place_tables(
     *,
     table_shard: int,
     table_replicate: int = 1,
+    table_copies: TableCopies = "near",
     fully_sharded: bool = False,
     host_ranks: int | None = None,
     optimizer: OptimizerSpec | None = None,
@@ -154,6 +156,7 @@ def place_tables(
         shardings: table name -> how it is cut; tables that are left out are replicated.
         table_shard: ranks of a sharding group.
         table_replicate: sharding groups.
+        table_copies: which world ranks are neighbours, as in `TablePlan`.
         fully_sharded: each copy of a shard keeps its part of the weights between steps.
         host_ranks: ranks of a group on one host, a divisor of ``table_shard``; None for all.
         optimizer: whose state lies beside the rows; None for the default one.
@@ -219,6 +222,7 @@ def place_tables(
         ranks=table_shard * table_replicate,
         table_shard=table_shard,
         table_replicate=table_replicate,
+        table_copies=table_copies,
         fully_sharded=fully_sharded,
         host_ranks=host_ranks,
         placements=tuple(placements),

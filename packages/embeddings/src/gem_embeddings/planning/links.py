@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from gem_opkit.errors import ConfigError, refusal
-from gem_parallel.contract import LinkTier, ParallelPlan, Topology
+from gem_parallel.contract import LinkTier, ParallelPlan, TableCopies, Topology
 from gem_parallel.topology import axis_tiers
 
 # A rank's own part of an exchange crosses no link.
@@ -59,7 +59,12 @@ class GroupLinks:
 
 
 def group_links(
-    topology: Topology | None, *, ranks: int, table_shard: int, table_replicate: int
+    topology: Topology | None,
+    *,
+    ranks: int,
+    table_shard: int,
+    table_replicate: int,
+    copies: TableCopies = "near",
 ) -> GroupLinks:
     """Lay the two axes of the sparse mesh over the machines.
 
@@ -67,14 +72,15 @@ def group_links(
         topology: hosts and links; None for one host whose links cost nothing.
         ranks: ranks that train together.
         table_shard: ranks of a sharding group.
-        table_replicate: sharding groups; innermost, so copies of a shard are neighbours.
+        table_replicate: sharding groups.
+        copies: ``near``, copies of a shard are neighbours; ``far``, the ranks of a group are.
 
     Returns:
         the links of a group.
 
     Raises:
         ConfigError: another number of ranks in the topology, a product that is not ``ranks``, or
-            copies of a shard that neither fill a host nor divide it.
+            neighbours that neither fill a host nor divide it.
     """
     if topology is None:
         topology = Topology(ranks_per_host=ranks, host_tier=_FREE)
@@ -91,19 +97,24 @@ def group_links(
             )
         )
     on_host = topology.ranks_per_host
-    if on_host % table_replicate and table_replicate % on_host:
+    name, inner = ("table_replicate", table_replicate)
+    of = "copies of a shard"
+    if copies == "far":
+        name, inner, of = "table_shard", table_shard, "the ranks of a group"
+    if on_host % inner and inner % on_host:
         raise ConfigError(
             refusal(
                 "plan_tables",
-                "table_replicate",
-                must=f"divide ranks_per_host={on_host} or be a multiple of it, because copies of "
-                "a shard are neighbours",
-                got=table_replicate,
+                name,
+                must=f"divide ranks_per_host={on_host} or be a multiple of it, because {of} are "
+                "neighbours",
+                got=inner,
                 fix=f"use a divisor of {on_host}",
             )
         )
-    host_ranks = max(1, on_host // table_replicate)
-    zone_ranks = max(1, on_host * topology.hosts_per_zone // table_replicate)
+    apart = table_replicate if copies == "near" else 1
+    host_ranks = max(1, on_host // apart)
+    zone_ranks = max(1, on_host * topology.hosts_per_zone // apart)
     # A zone of more hosts than there are holds the whole group.
     zone_ranks = max(host_ranks, min(zone_ranks, table_shard))
     tiers, shares = {topology.host_tier.name: topology.host_tier}, {}
@@ -115,7 +126,12 @@ def group_links(
         tiers[topology.cluster_tier.name] = topology.cluster_tier
         shares[topology.cluster_tier.name] = max(0, table_shard - zone_ranks) / table_shard
     axes = axis_tiers(
-        ParallelPlan(replicate=ranks, table_shard=table_shard, table_replicate=table_replicate),
+        ParallelPlan(
+            replicate=ranks,
+            table_shard=table_shard,
+            table_replicate=table_replicate,
+            table_copies=copies,
+        ),
         topology,
     )
     return GroupLinks(

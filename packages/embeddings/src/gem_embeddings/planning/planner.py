@@ -68,6 +68,7 @@ class Solution:
             ranks=layout.table_shard * layout.table_replicate,
             table_shard=layout.table_shard,
             table_replicate=layout.table_replicate,
+            table_copies=self.setting.spec.table_copies,
             fully_sharded=layout.fully_sharded,
             host_ranks=layout.host_ranks,
             placements=tuple(
@@ -254,6 +255,7 @@ def setting_of(shape: GroupShape, optimizer: OptimizerSpec, spec: PlanningSpec) 
         ranks=shape.ranks,
         table_shard=shape.table_shard,
         table_replicate=shape.table_replicate,
+        copies=spec.table_copies,
     )
     layout = GroupLayout(
         table_shard=shape.table_shard,

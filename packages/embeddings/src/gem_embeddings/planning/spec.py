@@ -15,7 +15,7 @@ from gem_embeddings.contract import (
 )
 from gem_opkit.contract import Contract
 from gem_opkit.errors import ConfigError, refusal
-from gem_parallel.contract import Topology
+from gem_parallel.contract import TableCopies, Topology
 
 EngineName = Literal["torch", "torchrec"]
 
@@ -82,6 +82,11 @@ class PlanningSpec(Contract):
     )
     table_replicate: int | None = Field(
         default=None, gt=0, description="sharding groups; None lets the planner choose"
+    )
+    table_copies: TableCopies = Field(
+        default="near",
+        description="where the copies of a shard lie: near, on neighbouring ranks; far, each "
+        "sharding group on neighbouring ranks",
     )
     fully_sharded: bool | None = Field(
         default=None,

@@ -25,6 +25,8 @@ class Started(StartedLookup):
         pooled: outputs of the parts, where rows were read ahead; None where ``forward`` reads them.
         counted: what is counted when it is looked up, where it was started ahead.
         begun: the ids, where sizes are still on their way to the host.
+        finished: what arrived, where nobody has looked yet whether a rank refuses.
+        vectors: of the different rows, where they were fetched ahead.
         fault: why this rank refuses them; raised once the other ranks know.
         told: what other sharding groups were told of its rows.
     """
@@ -37,6 +39,8 @@ class Started(StartedLookup):
         self.looked_up = self.learned = False
         self.pooled: list[Tensor] | None = None
         self.begun: Begun | None = None
+        self.finished: Arrived | None = None
+        self.vectors: Tensor | None = None
         self.fault: Exception | None = None
         self.told: ToHost | None = None
         self.counted: Mark | None = None
@@ -49,10 +53,14 @@ class Started(StartedLookup):
         found = [self.request.keys_I, *self.request.weights.values(), *(self.pooled or ())]
         for part in self.parts or ():
             found += [part.ids_I, part.bags_O]
-        arrived = self.arrived if self.begun is None else self.begun.arrived
+        arrived = self.finished or self.arrived
+        arrived = arrived if self.begun is None else self.begun.arrived
         if arrived is not None:
             found += [arrived.keys, arrived.places_I, arrived.rows]
             found += [arrived.sent_K, arrived.begin_K, arrived.first_T]
+            found += [] if arrived.order is None else [arrived.order]
+        if self.vectors is not None:
+            found.append(self.vectors)
         if self.counted is not None:
             found += [count for count in self.counted[2:] if count is not None]
         return found
@@ -79,7 +87,7 @@ class Exchange(torch.autograd.Function):
     def forward(ctx: Any, anchor: Tensor, engine: Any, started: Started) -> Tensor:
         """Fetch the vectors."""
         ctx.engine, ctx.started = engine, started
-        return engine.fetch(started.arrived)
+        return engine.fetched(started)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
@@ -152,8 +160,8 @@ def refused_elsewhere(world: World, plan: TablePlan, ranks: Sequence[int]) -> Da
     Returns:
         the error, with their numbers in the world.
     """
-    first = world.rank % plan.table_replicate
-    others = ", ".join(str(first + rank * plan.table_replicate) for rank in ranks)
+    _, replica = plan.place_of(world.rank)
+    others = ", ".join(str(plan.world_rank(rank, replica)) for rank in ranks)
     return DataError(
         refusal(
             OP,

@@ -32,6 +32,7 @@ class Collectives:
         size: its number of ranks.
 
     Attributes:
+        group: as given.
         calls: name of the collective -> calls so far.
         sent_bytes: name of the collective -> bytes that this rank gave to it so far, its own share
             included.
@@ -42,7 +43,7 @@ class Collectives:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, size: int) -> None:
-        self._group = group
+        self.group = group
         self.in_order = group is not None and dist.get_backend(group) == "nccl"
         self.size, self.talks = size, group is not None
         self.calls: Counter[str] = Counter()
@@ -62,7 +63,14 @@ class Collectives:
         group = mesh.get_group(axis) if mesh is not None and (size > 1 or alone) else None
         return cls(group, size)
 
-    def _count(self, name: str, sent: Tensor, out: Tensor) -> None:
+    def count(self, name: str, sent: Tensor, out: Tensor) -> None:
+        """Note a collective, such as one that runs elsewhere.
+
+        Args:
+            name: of it.
+            sent: what this rank gives.
+            out: what comes back.
+        """
         self.calls[name] += 1
         self.sent_bytes[name] += sent.numel() * sent.element_size()
         self.received_bytes[name] += out.numel() * out.element_size()
@@ -87,22 +95,22 @@ class Collectives:
             the parts of all ranks, in their order, and something to ``wait`` for before they are
             read. ``sent`` itself on one rank.
         """
-        if self._group is None:
+        if self.group is None:
             return sent, Done()
         heard = sent.new_empty(sum(heard_splits))
-        self._count("all_to_all", sent, heard)
+        self.count("all_to_all", sent, heard)
         work = dist.all_to_all_single(
-            heard, sent, list(heard_splits), list(sent_splits), group=self._group, async_op=later
+            heard, sent, list(heard_splits), list(sent_splits), group=self.group, async_op=later
         )
         return heard, work if later else Done()
 
     def all_gather(self, out: Tensor, sent: Tensor) -> Any:
         """Join equal parts of all ranks, in their order; returns something to ``wait`` for."""
-        if self._group is None:
+        if self.group is None:
             out.copy_(sent)
             return Done()
-        self._count("all_gather", sent, out)
-        return _all_gather(out, sent, group=self._group, async_op=True)
+        self.count("all_gather", sent, out)
+        return _all_gather(out, sent, group=self.group, async_op=True)
 
     def all_gather_uneven(self, sent: Tensor, sizes: Sequence[int]) -> Tensor:
         """Join parts of different sizes.
@@ -114,7 +122,7 @@ class Collectives:
         Returns:
             the parts, in the order of the ranks.
         """
-        if self._group is None:
+        if self.group is None:
             return sent
         # Padded to the longest: gloo has no gathering of unequal parts.
         longest = max(sizes)
@@ -127,22 +135,22 @@ class Collectives:
 
     def all_reduce_sum(self, value: Tensor) -> None:
         """Replace a tensor by its sum over the ranks."""
-        if self._group is None:
+        if self.group is None:
             return
-        self._count("all_reduce", value, value)
-        dist.all_reduce(value, op=dist.ReduceOp.SUM, group=self._group)
+        self.count("all_reduce", value, value)
+        dist.all_reduce(value, op=dist.ReduceOp.SUM, group=self.group)
 
     def reduce_scatter_mean(self, out: Tensor, sent: Tensor) -> Any:
         """Give each rank the mean of its part; returns something to ``wait`` for."""
-        if self._group is None:
+        if self.group is None:
             out.copy_(sent)
             return Done()
-        self._count("reduce_scatter", sent, out)
-        return _reduce_scatter(out, sent, op=dist.ReduceOp.AVG, group=self._group, async_op=True)
+        self.count("reduce_scatter", sent, out)
+        return _reduce_scatter(out, sent, op=dist.ReduceOp.AVG, group=self.group, async_op=True)
 
     def all_reduce_mean(self, value: Tensor) -> None:
         """Replace a tensor by its mean over the ranks."""
-        if self._group is None:
+        if self.group is None:
             return
-        self._count("all_reduce", value, value)
-        dist.all_reduce(value, op=dist.ReduceOp.AVG, group=self._group)
+        self.count("all_reduce", value, value)
+        dist.all_reduce(value, op=dist.ReduceOp.AVG, group=self.group)

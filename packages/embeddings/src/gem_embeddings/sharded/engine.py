@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from gem_embeddings.contract import LookupSpec, OptimizerSpec, RowDtype, TablePlan, TableSpec
 from gem_embeddings.counters import TableCounts
@@ -42,8 +42,10 @@ from gem_embeddings.sharded.to_host import ToHost
 from gem_embeddings.sharded.traffic import Traffic
 from gem_jagged.batch import Jagged
 from gem_opkit.errors import ConfigError, refusal
-from gem_parallel.contract import SPARSE_AXES
+from gem_parallel.copy_engine.choose import GatherChoice
+from gem_parallel.copy_engine.slices import SliceGathers
 from gem_parallel.launch import World
+from gem_parallel.mesh import table_mesh
 
 
 class TorchTables(TableEngine):
@@ -62,6 +64,7 @@ class TorchTables(TableEngine):
         update: when rows move.
         replicas: what sharding groups exchange.
         single_pass: a step has one backward pass; see ``build_tables``.
+        gathers: how slices of fully sharded rows are gathered.
 
     Attributes:
         group: collectives over the sharding group, with counts of calls and bytes.
@@ -77,7 +80,7 @@ class TorchTables(TableEngine):
     Cost: a call sends each different id once to each rank that holds a piece of its row, 8 bytes,
         and its vector back once; the backward pass sends its gradient once. The host waits for the
         device once a call, to learn the sizes of these messages, unless the call was started ahead
-        and they have come meanwhile; a single rank waits only where a table refuses ids outside,
+        and they have come meanwhile; vectors may be fetched ahead too. A single rank waits only where a table refuses ids outside,
         or holds the gradients of several passes.
     """
 
@@ -96,6 +99,7 @@ class TorchTables(TableEngine):
         update: Update = "backward",
         replicas: Exchanged = "weights",
         single_pass: bool = False,
+        gathers: GatherChoice | None = None,
     ) -> None:
         super().__init__()
         check_ranks(plan, world)
@@ -108,10 +112,11 @@ class TorchTables(TableEngine):
         self._places = places_of(specs, plan, optimizer)
         self._features = Features(specs, lookups, self._places.first_key, device)
         if mesh is None and world.grouped:
-            shape = (plan.table_shard, plan.table_replicate)
-            mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=SPARSE_AXES)
+            mesh = table_mesh(
+                world.device.type, plan.table_shard, plan.table_replicate, plan.table_copies
+            )
         self.mesh = mesh
-        self._rank, replica = divmod(world.rank, plan.table_replicate)
+        self._rank, replica = plan.place_of(world.rank)
         self.group = Collectives.over(
             mesh, "table_shard", plan.table_shard, alone=world.way is not None
         )
@@ -119,11 +124,14 @@ class TorchTables(TableEngine):
         # Groups move rows alike: there are no means of rows to form.
         alike = replicas == "gradients" and plan.table_replicate > 1
         sliced = plan.fully_sharded and plan.table_replicate > 1
+        copies = None
+        if sliced and gathers is not None and gathers.way != "nccl" and self.replicas.group:
+            copies = SliceGathers(self.replicas.group, device, gathers)
         self._rows = Rows(
             self._places,
             self._rank,
             optimizer,
-            Replicas(self.replicas, replica, plan.table_replicate, sliced),
+            Replicas(self.replicas, replica, plan.table_replicate, sliced, copies),
             alike=alike,
             device=device,
             seed=seed,
@@ -233,6 +241,25 @@ class TorchTables(TableEngine):
             weights = cast("Direct", self._direct).weights(started.request, started.parts)
             started.pooled = self.pool(started.parts, weights, rounds=self._rounds)
 
+    @property
+    def fetches_ahead(self) -> bool:
+        """See ``TableEngine``: where ids travel, of rows that are whole between steps."""
+        return self.group.talks and not self.plan.fully_sharded
+
+    @torch.no_grad()
+    def fetch_ahead(self, started: StartedLookup) -> None:
+        """Fetch the vectors of a started call before ``forward`` does; see ``TableEngine``."""
+        if not self.fetches_ahead or not isinstance(started, Started):
+            raise self._not_ahead("fetch_ahead", "fetches_ahead")
+        self._finish(started)
+        arrived = started.finished
+        # A batch that a rank refuses is refused when it is looked up.
+        if arrived is not None and not arrived.refused:
+            if arrived.work is not None:
+                arrived.work.wait()
+                arrived.work = None
+            started.vectors = self.fetch(arrived)
+
     def forward(
         self, ids: Mapping[str, Jagged] | StartedLookup, weights: Mapping[str, Tensor] | None = None
     ) -> dict[str, Tensor]:
@@ -278,7 +305,7 @@ class TorchTables(TableEngine):
         vectors = (
             exchange(self._anchor, self, started)
             if torch.is_grad_enabled()
-            else self.fetch(arrived)
+            else self.fetched(started)
         )
         return self._features.outputs(
             started.request, vectors, self._local_places(started), arrived.asked
@@ -312,12 +339,18 @@ class TorchTables(TableEngine):
                 raise
         return started
 
+    def _finish(self, started: Started) -> None:
+        """Send the ids of a call that has begun, unless a rank refuses it."""
+        if started.begun is not None:
+            begun, started.begun = started.begun, None
+            started.finished = self._ids.finish(begun, send_rows=started.parts is None)
+
     def _settle(self, started: Started) -> None:
         """Send the ids of a call that has begun, or refuse it on all ranks."""
-        if started.begun is None:
+        self._finish(started)
+        arrived, started.finished = started.finished, None
+        if arrived is None:
             return
-        begun, started.begun = started.begun, None
-        arrived = self._ids.finish(begun, send_rows=started.parts is None)
         if not arrived.refused:
             started.arrived = arrived
             if self.training:
@@ -416,6 +449,18 @@ class TorchTables(TableEngine):
         cast("Direct", self._direct).move(passed, lr=self._lr, step=self.step)
         if self.plan.fully_sharded:
             self._rows.average(self.step)
+
+    def fetched(self, started: Started) -> Tensor:
+        """Give the vectors that were fetched ahead, or fetch them now. Collective.
+
+        Args:
+            started: a settled call.
+
+        Returns:
+            as ``fetch``.
+        """
+        found, started.vectors = started.vectors, None
+        return self.fetch(cast("Arrived", started.arrived)) if found is None else found
 
     def fetch(self, arrived: Arrived) -> Tensor:
         """Fetch the vectors of the rows that a call asks for. Collective.
@@ -527,6 +572,11 @@ class TorchTables(TableEngine):
         """
         for buffer in self._rows.buffers(states=backward):
             buffer.gather()
+
+    def wait_gathered(self) -> None:
+        """Let the current stream wait for what ``gather_ahead`` has begun."""
+        for buffer in self._rows.buffers():
+            buffer.wait()
 
     def counters(self) -> dict[str, TableCounts]:
         """Return what this rank asked each table for in training. Waits for a GPU."""

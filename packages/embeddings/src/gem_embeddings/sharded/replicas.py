@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gem_embeddings.sharded.collectives import Collectives
+from gem_parallel.copy_engine.slices import SharedSlice, SliceGathers
 
 # Slices begin at multiples of this many elements: 128 bytes of the narrowest format.
 ALIGNMENT = 64
@@ -30,12 +31,14 @@ class Replicas:
         index: of this rank among them.
         size: their number.
         sliced: whether each keeps only a slice between steps.
+        copies: makes slices that copy engines gather; None where the backend gathers all.
     """
 
     collectives: Collectives
     index: int
     size: int
     sliced: bool
+    copies: SliceGathers | None = None
 
 
 class ReplicaBuffer:
@@ -67,6 +70,8 @@ class ReplicaBuffer:
         self._bytes = self.whole.untyped_storage().nbytes()
         # Filled by the first ``keep``: initial rows are written into the whole.
         self.part: Tensor | None = None
+        # Where the slice lies if the copy engines gather it.
+        self._shared: SharedSlice | None = None
 
     @property
     def slice_start(self) -> int:
@@ -86,7 +91,10 @@ class ReplicaBuffer:
             return
         size = self.whole.shape[0] // self._replicas.size
         begin = self._replicas.index * size
-        self.part = self.whole[begin : begin + size].clone()
+        initial = self.whole[begin : begin + size]
+        if self._replicas.copies is not None:
+            self._shared = self._replicas.copies.slice(size, self.whole.dtype)
+        self.part = initial.clone() if self._shared is None else self._shared.own.copy_(initial)
         self.whole.untyped_storage().resize_(0)
 
     def gather(self) -> None:
@@ -94,16 +102,19 @@ class ReplicaBuffer:
         if self.part is None or self._there:
             return
         collectives = self._replicas.collectives
-        if self._averaging is None:
+        before, self._averaging, self._there = self._averaging, None, True
+        if before is None:
             self.whole.untyped_storage().resize_(self._bytes)
-        elif collectives.in_order:
+        if self._shared is not None:
+            collectives.count("copy_engine_gather", self.part, self.whole)
+            self._gathering.append(self._shared.gather(self.whole, after=before))
+            return
+        if before is not None and collectives.in_order:
             # Into the memory that the mean is read from, once it has been.
-            self._gathering.append(self._averaging)
-        else:
-            self._averaging.wait()
-        self._averaging = None
+            self._gathering.append(before)
+        elif before is not None:
+            before.wait()
         self._gathering.append(collectives.all_gather(self.whole, self.part))
-        self._there = True
 
     def wait(self) -> None:
         """Wait for ``gather``."""

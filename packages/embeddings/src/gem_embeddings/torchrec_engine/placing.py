@@ -93,6 +93,8 @@ def place_tables(
         # Its strategy of that name forms the mean after rows are read, so that each group reads
         # its own rows of the step before, and never forms that of optimizer rows.
         refuse("plan.fully_sharded", "be False, as rows are to be read after their mean", "True")
+    if plan.table_copies == "far" and plan.table_replicate > 1:
+        refuse("plan.table_copies", "be near, as its groups of ranks are laid out", "far")
     if wire_dtype == "bf16" and device == "cpu":
         refuse("wire_dtype", "be fp32 or fp16 on a CPU: gloo has no bf16 for it", "bf16")
     away = set(replicated_tables(plan))

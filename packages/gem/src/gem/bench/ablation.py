@@ -108,7 +108,9 @@ def run_ablation(asked: Ablation, told: Callable[[str], None]) -> list[dict[str,
         told: is given a line about each run.
 
     Returns:
-        a row for each variant and task, in order, as `table` shows them.
+        a row for each variant and task, in order, as `table` shows them. Where a task's test rows
+        cannot be compared, as without labels or with labels of one kind, ``ne_minus_base`` is None
+        and ``not_compared`` says why.
 
     Raises:
         ConfigError: a variant that the recipe does not allow, or a folder of other runs.
@@ -186,7 +188,6 @@ def compared(asked: Ablation, told: Callable[[str], None]) -> list[dict[str, Any
         DataError: the recipe itself is not finished with every seed.
     """
     summaries: dict[str, list[dict[str, Any]]] = {}
-    losses: dict[tuple[str, str], list[Losses]] = {}
     for variant in asked.variants:
         folders = [asked.folder(variant, seed) for seed in asked.seeds]
         missing = [str(f) for f in folders if not (f / _SUMMARY).is_file()]
@@ -205,14 +206,10 @@ def compared(asked: Ablation, told: Callable[[str], None]) -> list[dict[str, Any
             continue
         own = [json.loads((f / _SUMMARY).read_text(encoding="utf-8")) for f in folders]
         summaries[variant.name] = own
-        for task in own[0]["test"]:
-            losses[variant.name, task] = [task_losses(folder, task) for folder in folders]
     there = [variant for variant in asked.variants if variant.name in summaries]
-    others = [variant.name for variant in there if variant.name != BASE]
-    gaps: dict[tuple[str, str], dict[str, Any]] = {}
+    gaps: dict[tuple[str, str], dict[str, Any] | str] = {}
     for task in summaries[BASE][0]["test"]:
-        found = paired_bootstraps([losses[name, task] for name in others], losses[BASE, task])
-        gaps |= {(name, task): gap for name, gap in zip(others, found, strict=True)}
+        gaps |= _gaps(asked, there, task, told)
     return [
         _row(asked, variant, task, summaries[variant.name], gaps.get((variant.name, task)))
         for variant in there
@@ -220,12 +217,34 @@ def compared(asked: Ablation, told: Callable[[str], None]) -> list[dict[str, Any
     ]
 
 
+def _gaps(
+    asked: Ablation, there: Sequence[Variant], task: str, told: Callable[[str], None]
+) -> dict[tuple[str, str], dict[str, Any] | str]:
+    """Each variant against the recipe itself in a task, or why that cannot be said."""
+    others = [variant for variant in there if variant.name != BASE]
+    if not others:
+        return {}
+    (base,) = (variant for variant in there if variant.name == BASE)
+    try:
+        found = paired_bootstraps(
+            [_losses(asked, variant, task) for variant in others], _losses(asked, base, task)
+        )
+    except DataError as fault:
+        told(f"{task}: nothing compared: {fault}")
+        return {(variant.name, task): str(fault) for variant in others}
+    return {(variant.name, task): gap for variant, gap in zip(others, found, strict=True)}
+
+
+def _losses(asked: Ablation, variant: Variant, task: str) -> list[Losses]:
+    return [task_losses(asked.folder(variant, seed), task) for seed in asked.seeds]
+
+
 def _row(
     asked: Ablation,
     variant: Variant,
     task: str,
     summaries: Sequence[dict[str, Any]],
-    against: dict[str, Any] | None,
+    against: dict[str, Any] | str | None,
 ) -> dict[str, Any]:
     row: dict[str, Any] = {
         "bench": "ablation",
@@ -240,8 +259,10 @@ def _row(
         "jobs": asked.jobs,
         "flops_per_example": summaries[0]["efficiency"]["flops_per_example"],
         "examples_per_s": _mean([s["throughput"]["examples_per_s"] for s in summaries]),
-        "ne_minus_base": against,
+        "ne_minus_base": None if isinstance(against, str) else against,
     }
+    if isinstance(against, str):
+        row["not_compared"] = against
     for split in _SPLITS:
         if split not in summaries[0]:
             continue
@@ -285,7 +306,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         rows: from `run_ablation`, or as they were written.
 
     Returns:
-        text; "better" and "worse" stand only where the 95 % interval leaves out 0.
+        text; "better" and "worse" stand only where the 95 % interval leaves out 0. What cannot be
+        compared is "n/a", with the reason below the table.
     """
     head = (
         "| variant | valid NE | test NE | test AUC | NE minus base, 95 % | it is "
@@ -294,7 +316,10 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     parts = []
     for task in dict.fromkeys(row["task"] for row in rows):
         lines = [f"{task}:\n\n{head}"]
-        lines += [_line(row) for row in rows if row["task"] == task]
+        own = [row for row in rows if row["task"] == task]
+        lines += [_line(row) for row in own]
+        reasons = dict.fromkeys(row["not_compared"] for row in own if "not_compared" in row)
+        lines += [f"\nNot compared: {reason}." for reason in reasons]
         parts.append("\n".join(lines))
     return "\n\n".join(parts) + "\n"
 
@@ -308,6 +333,8 @@ def _line(row: dict[str, Any]) -> str:
         return _figure(value) + spread
 
     gap, against, verdict = row["ne_minus_base"], "", ""
+    if "not_compared" in row:
+        against = "n/a"
     if gap is not None:
         shown = [_figure(gap[key], sign=True) for key in ("ne_difference", "low_95", "high_95")]
         against = f"{shown[0]} ({shown[1]} to {shown[2]})"

@@ -2,7 +2,7 @@
 
 import errno
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import cast, get_args
 
@@ -80,28 +80,31 @@ def asked_for(  # noqa: PLR0913 - each is an option of the command
     )
 
 
-def refuse_mixed(check: int | None, *, endure: int, out: Path | None, svg: Path | None) -> None:
-    """Refuse files of a measurement where none is made.
+def refuse_mixed(check: int | None, *, endure: int, given: Mapping[str, object]) -> None:
+    """Refuse options of a measurement where none is made.
 
     Args:
         check: steps that are compared; None for none.
         endure: steps that only have to be finite.
-        out: file of the JSON document.
-        svg: file of the picture.
+        given: options that timing alone reads, as they were given -> their values; those that were
+            left to their defaults are not among them.
 
     Raises:
         ConfigError: one that would be left aside.
     """
-    if (check is None and not endure) or (out is None and svg is None):
+    if (check is None and not endure) or not given:
         return
-    option, path = ("--out", out) if out is not None else ("--svg", svg)
+    option, value = next(iter(given.items()))
+    writes = option in ("--out", "--svg")
     raise ConfigError(
         refusal(
             "gem bench step",
             option,
             must="come without --check and --endure",
-            got=path,
-            fix="leave it out; --json and --rows keep what they find",
+            got=value,
+            fix="leave it out; --json and --rows keep what they find"
+            if writes
+            else "leave it out; it is for timing alone",
         )
     )
 

@@ -2,7 +2,8 @@
 
 They are copied to the device as the trainer copies them, the next one beside a step. No data set is
 read, so that waiting for data is left out. Each rank draws its own histories,
-uniform on 1 to the longest; the batch grows with the ranks (weak scaling). Where memory does not
+uniform on 1 to the longest; with ``parallel.balance`` those of all ranks are drawn on each, and
+dealt as a reader deals them. The batch grows with the ranks (weak scaling). Where memory does not
 hold a batch it is run in more parts, and the report says so. Before anything is timed, the losses
 of the first steps must be finite and near what an untrained model has.
 """
@@ -15,6 +16,7 @@ from itertools import cycle
 from statistics import mean, median
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -24,10 +26,12 @@ from gem.bench.regions import ModuleRanges, RegionFlops, region_flops
 from gem.bench.schema import Efficiency, Profile, StepMemory, StepReport
 from gem.config import RunConfig, load_recipe
 from gem.data.batch import ExampleBatch
+from gem.data.dealing import Balance
 from gem.data.schema import BatchSchema
 from gem.dry_run.build import build_step
 from gem.dry_run.inputs import random_batch, uniform_lengths
 from gem.planning.schema import declared_schema
+from gem.train.balance import step_balance
 from gem.train.clock import StepClock
 from gem.train.guard import Guard
 from gem.train.idle_keys import idle_keys
@@ -40,6 +44,7 @@ from gem_opkit.bench import provenance
 from gem_opkit.ceilings import device_name, device_peak
 from gem_opkit.errors import MeasurementError, refusal
 from gem_opkit.impl import Impl, auto_means
+from gem_parallel.balance.step import arrange
 from gem_parallel.collectives import all_reduce_sum, barrier
 from gem_parallel.launch import World
 
@@ -169,14 +174,33 @@ def _batches(
 ) -> list[ExampleBatch]:
     draw = torch.Generator().manual_seed(world.rank)
     examples = config.train.batch_examples // world.size
+    balance = step_balance(config, plan_of(config, world), schema, world.size)
+    of_all = torch.Generator().manual_seed(0)  # the same on every rank
     found = []
     for _ in range(min(BATCHES, asked.steps + asked.warmup)):
-        lengths = {s.name: uniform_lengths(examples, s.max_events, draw) for s in schema.streams}
+        if balance is None:
+            longest = {s.name: s.max_events for s in schema.streams}
+            lengths = {name: uniform_lengths(examples, n, draw) for name, n in longest.items()}
+        else:
+            lengths = _dealt_lengths(config, schema, world, balance, of_all)
         batch = random_batch(schema, lengths, draw)
         if asked.batches == "device":
             batch = batch.to(world.device)
         found.append(batch.pinned() if batch.labels_BA.device != world.device else batch)
     return found
+
+
+def _dealt_lengths(
+    config: RunConfig, schema: BatchSchema, world: World, balance: Balance, draw: torch.Generator
+) -> dict[str, list[int]]:
+    """Lengths of this rank's histories in a step that is dealt as a reader deals it."""
+    examples = config.train.batch_examples
+    lengths = {
+        s.name: np.asarray(uniform_lengths(examples, s.max_events, draw)) for s in schema.streams
+    }
+    dealt = arrange(balance.work.of(lengths), world.size, balance.dealing)
+    rows = np.concatenate([np.arange(low, high) for low, high in dealt.runs(world.rank)])
+    return {name: own[rows].tolist() for name, own in lengths.items()}
 
 
 def _said(told: Callable[[str], None], stage: str, world: World) -> None:
@@ -233,9 +257,6 @@ class _Bench:
         ranges = ModuleRanges(step.model, [*self.flops[0]])
         _said(self.told, "model", world)
         for line in idle_keys(step):
-            _said(self.told, line, world)
-        if step.plan.balance != "off":
-            line = f"parallel.balance={step.plan.balance} deals nothing: each rank draws its batch"
             _said(self.told, line, world)
         arriving = self._arriving(step)
         losses = []

@@ -92,8 +92,8 @@ def _attention(
 class ModuleRanges:
     """Ranges around modules, for a profiler; nothing is named until ``on`` is set.
 
-    To be made before the first step, so that nothing that is compiled meets other hooks later on. A
-    module that is compiled itself is named from outside; what lies inside a graph is not.
+    To be made before the first step, so that nothing that is compiled meets other hooks later on.
+    What lies inside a graph is not named.
 
     Args:
         model: whose modules they are.
@@ -109,10 +109,6 @@ class ModuleRanges:
             module = known.get(name)
             if module is None:
                 continue
-            compiled = vars(module).get("_compiled_call_impl")
-            if compiled is not None:
-                self._around(module, compiled, name)
-                continue
             before, after = self._hooks(name)
             # Around what others hooked on: gathering of sharded weights belongs to the module.
             # Also called when an exception ends the module, as a checkpoint does that has
@@ -122,22 +118,6 @@ class ModuleRanges:
                 module.register_forward_hook(after, always_call=True),
             ):
                 self._undo.append(handle.remove)
-
-    def _around(self, module: nn.Module, compiled: Callable[..., Any], name: str) -> None:
-        """Name a compiled module where it is called, as its own hooks are part of the graph."""
-
-        def call(*args: Any, **named: Any) -> Any:
-            if not self.on:
-                return compiled(*args, **named)
-            with torch.profiler.record_function(f"{MODULE_RANGE}{name}"):
-                return compiled(*args, **named)
-
-        module._compiled_call_impl = call  # pyright: ignore[reportAttributeAccessIssue]
-
-        def undo() -> None:
-            module._compiled_call_impl = compiled  # pyright: ignore[reportAttributeAccessIssue]
-
-        self._undo.append(undo)
 
     def _hooks(self, name: str) -> tuple[Any, Any]:
         # A graph asks whether it is compiled first, or it would be traced anew once all is on.

@@ -87,8 +87,10 @@ def variants_of(config: RunConfig) -> list[Variant]:
         settings = (f"model.preset={name}",)
         try:
             other = parse_recipe(text, name=config.name, origin=config.name, overrides=settings)
-        except ConfigError:  # a stream names a layer that it has not; told where it is trained
-            other = None
+        except ConfigError:
+            if spec.user_model is not None:  # one that reads a candidate is no model of users
+                continue
+            other = None  # a stream names a layer that it has not; told where it is trained
         if other != config:
             found.append(Variant(name, "published model", settings))
     return found

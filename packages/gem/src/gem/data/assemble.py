@@ -15,6 +15,7 @@ from gem.data.schema import BatchSchema
 from gem.data.sources import Sources
 from gem.data.statistics.engine import StatisticsBlock
 from gem.data.stream_reader import StreamReader
+from gem.data.teacher import Teacher
 from gem.data.transforms import apply_transforms
 from gem_jagged.batch import Jagged, Layout
 
@@ -30,6 +31,7 @@ class Assembler:
         streams: readers of its streams.
         numbers: continuous inputs that are no statistics, the first ones of the schema.
         transforms: of continuous inputs, by name.
+        taught: rows whose teacher is read, first and end; None for no teacher.
     """
 
     def __init__(
@@ -39,7 +41,11 @@ class Assembler:
         streams: Mapping[str, StreamReader],
         numbers: tuple[str, ...],
         transforms: Mapping[str, NumberTransform],
+        *,
+        taught: tuple[int, int] | None = None,
     ) -> None:
+        self._taught = taught
+        self._teacher: Teacher | None = None
         self._schema, self._streams, self._sources = schema, streams, sources
         self._transforms = transforms
         self._names = numbers
@@ -80,6 +86,10 @@ class Assembler:
             numbers[:, place] = values(rows)
         apply_transforms(numbers, self._names, self._transforms)
         found["numbers"] = numbers
+        if self._schema.vectors:
+            found["vectors"] = self._sources.vectors(rows)
+        if self._taught is not None:
+            found["teacher"] = self._said_of(rows)
         for name, take in self._ids.items():
             ids = take(rows)
             found[f"id:{name}"] = ids.values
@@ -89,6 +99,20 @@ class Assembler:
             of_stream = stream.arrays(low, high, self._transforms)
             found |= {f"stream:{name}:{key}": values for key, values in of_stream.items()}
         return found
+
+    def _said_of(self, rows: np.ndarray) -> np.ndarray:
+        """Logits of the teacher, which is opened when a row is taught; others need none."""
+        read, examples = self._sources.data.teacher, self._sources.dataset.spec.examples
+        found = np.full((len(rows), len(self._schema.labels)), np.nan, np.float32)
+        low, high = self._taught or (0, 0)
+        taught = (rows >= low) & (rows < high)
+        if read is None or examples.item is None or not taught.any():
+            return found
+        if self._teacher is None:
+            self._teacher = Teacher(read, self._schema.labels)
+        items = self._sources.example_column(examples.item)[rows]
+        said = self._teacher.logits(self._sources.users[rows], items, self._sources.times[rows])
+        return np.where(taught[:, None], said, found)
 
     def batch(self, arrays: Arrays, statistics: StatisticsBlock | None) -> ExampleBatch:
         """Make a batch.
@@ -123,6 +147,8 @@ class Assembler:
             user_B=torch.from_numpy(arrays["users"]),
             row_B=torch.from_numpy(rows),
             work=StepWork.from_array(arrays["work"]) if "work" in arrays else None,
+            vectors_BV=torch.from_numpy(arrays["vectors"]) if "vectors" in arrays else None,
+            teacher_BA=torch.from_numpy(arrays["teacher"]) if "teacher" in arrays else None,
         )
 
 

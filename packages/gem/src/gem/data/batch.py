@@ -115,6 +115,10 @@ class ExampleBatch:
         user_B: id of the user, int64 (for grouped metrics and predictions; not a model input).
         row_B: position of the example in the log, int64 (not a model input).
         work: how even the step is that this is a rank's part of; None where nothing was dealt.
+        vectors_BV: cached embeddings of the users, float32; for each of the schema its numbers,
+            then 1 where it is known, else zeros alone. None where the schema has none.
+        teacher_BA: logits of a teacher, float32, NaN where it said nothing; for training alone.
+            None where the schema has no teacher.
     """
 
     streams: Mapping[str, StreamBatch]
@@ -127,6 +131,8 @@ class ExampleBatch:
     user_B: Tensor
     row_B: Tensor
     work: StepWork | None = None
+    vectors_BV: Tensor | None = None
+    teacher_BA: Tensor | None = None
 
     @property
     def examples(self) -> int:

@@ -77,7 +77,7 @@ class Dataset:
                     fix="make the data set with `gem data prepare`",
                 )
             )
-        spec = _read_spec(path)
+        spec = read_spec(path)
         dataset = cls(folder, spec)
         rows = count_rows(part_files(dataset.examples_folder))
         if rows != spec.examples.rows:
@@ -292,7 +292,15 @@ def _chosen(
     return requests
 
 
-def _read_spec(path: Path) -> DatasetSpec:
+def read_spec(path: Path) -> DatasetSpec:
+    """Read the contract of a data set.
+
+    Args:
+        path: its `dataset.toml`.
+
+    Raises:
+        DataError: the file is no TOML, or not such a contract.
+    """
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     # Broken TOML is a ValueError, as is a number of thousands of digits; arrays may nest too deep.

@@ -21,6 +21,7 @@ from gem.data.fields import (
     StreamSpec,
     UnionSpec,
 )
+from gem.data.given_spec import TeacherRead, UserEmbeddingRead
 from gem.data.names import nearest
 from gem.data.statistics.spec import StatisticSpec
 from gem.data.synthetic_spec import SyntheticSpec
@@ -238,6 +239,12 @@ class DataSpec(Contract):
     )
     running_scale: RunningScale | None = Field(
         default=None, description="scale the continuous inputs of the examples by what came before"
+    )
+    user_embeddings: dict[Name, UserEmbeddingRead] = Field(
+        default_factory=dict, description="cached embeddings of the users, by another model"
+    )
+    teacher: TeacherRead | None = Field(
+        default=None, description="predictions that the model learns from as well"
     )
     hash_rows: dict[str, int] = Field(
         default_factory=dict, description="rows of a table with hashed ids, instead of its own"

@@ -151,6 +151,23 @@ class EventIndex:
         start, stop = self._seen_by(users, times, max_events)
         return stop - start
 
+    def seen(self) -> tuple[np.ndarray, np.ndarray]:
+        """User of every event, and strictly after which time it is seen; in index order."""
+        return np.repeat(self._users, np.diff(self._starts)), self._seen[self._all()]
+
+    def all_times(self) -> np.ndarray:
+        """Time of every event, in index order."""
+        return self.times[self._all()]
+
+    def timed(self) -> np.ndarray:
+        """Which events have a time of their own, bool, in index order."""
+        if self.untimed is None:
+            return np.ones(int(self._starts[-1]), bool)
+        return ~self.untimed[self._all()].astype(bool)
+
+    def _all(self) -> np.ndarray:
+        return np.arange(int(self._starts[-1]))
+
     def _seen_by(
         self, users: np.ndarray, times: np.ndarray, max_events: int
     ) -> tuple[np.ndarray, np.ndarray]:

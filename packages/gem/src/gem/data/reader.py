@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from gem.data.as_of import AsOfReader
 from gem.data.assemble import Arrays, Assembler
 from gem.data.batch import ExampleBatch
 from gem.data.dataset import Dataset
@@ -21,7 +22,7 @@ from gem.data.dealing import Balance, Dealer, in_batch_order, joined
 from gem.data.features import DatasetSpec, DataSpec, StreamRead
 from gem.data.file_versions import DataSetVersion, changed, data_set_version
 from gem.data.names import nearest
-from gem.data.schema import BatchSchema
+from gem.data.schema import BatchSchema, VectorInput
 from gem.data.sources import Sources
 from gem.data.spans import Span, StepSpans
 from gem.data.statistics.engine import StatisticsBlock, StatisticsCursor, StatisticsEngine
@@ -112,11 +113,22 @@ class Reader:
             ids=tuple(id_input(name, sources.id_info(name)) for name in self._id_names),
             numbers=(*plain, *computed),
             item=self._item(),
+            of_user=self._owned(self.dataset.examples.user),
+            of_item=self._owned(self.dataset.examples.item),
+            vectors=tuple(
+                VectorInput(name=name, width=each.width)
+                for name, each in sources.embeddings.items()
+            ),
+            teacher=data.teacher is not None,
             labels=tuple(label.name for label in self.dataset.examples.labels),
             domains=self.dataset.domains,
         )
         self._check_transforms()
-        self._assembler = Assembler(sources, self.schema, self._streams, plain, self._transforms)
+        self._check_teacher()
+        taught = None if data.teacher is None else self._bounds("train")
+        self._assembler = Assembler(
+            sources, self.schema, self._streams, plain, self._transforms, taught=taught
+        )
         self._crews: list[Crew] = []  # those that nobody reads with
         self._lock = threading.Lock()
         if data.workers and self._statistics is not None:
@@ -166,6 +178,31 @@ class Reader:
             ConfigError: the data set has no such split; the message names the nearest.
         """
         return -(-self.rows(split) // self._batch_size)
+
+    def embedding_facts(self, split: str) -> dict[str, dict[str, float]]:
+        """How much of a split has cached embeddings, and how old they are.
+
+        Args:
+            split: its name.
+
+        Returns:
+            name of an embedding -> ``{known_frac, age_hours_median, age_hours_p90}``; ages are of
+            the rows that have one, 0 where none has.
+        """
+        start, stop = self._bounds(split)
+        rows = np.arange(start, stop)
+        users, times = self._sources.users[rows], self._sources.times[start:stop]
+        found = {}
+        for name, each in self._sources.embeddings.items():
+            place, age = each.rows_at(users, times)
+            known = place >= 0
+            middle, high = np.quantile(age[known], [0.5, 0.9]) if known.any() else (0.0, 0.0)
+            found[name] = {
+                "known_frac": float(known.mean()) if len(known) else 0.0,
+                "age_hours_median": float(middle),
+                "age_hours_p90": float(high),
+            }
+        return found
 
     def batches(self, split: str, *, start_step: int = 0) -> Iterator[ExampleBatch]:
         """The batches of a split in time order.
@@ -265,6 +302,36 @@ class Reader:
         stop, limit = declared.stop, self._sources.data.max_rows
         return declared.start, stop if limit is None else min(stop, declared.start + limit)
 
+    def trained_statistics(self) -> dict[str, np.ndarray]:
+        """What the statistics hold behind the last training row, for who scores without the log.
+
+        Returns:
+            arrays by name, of `gem.data.statistics.state.StatisticState.saved`; empty where the
+            recipe has no statistics.
+
+        Cost: one walk over the training rows.
+        """
+        return {} if self._statistics is None else self._statistics.trained_state().saved()
+
+    def as_of(self) -> AsOfReader:
+        """Read users at any time, without an example, for a model of users.
+
+        Raises:
+            ConfigError: the recipe computes statistics or a running scale, which are of examples.
+        """
+        data = self._sources.data
+        if data.statistics or data.running_scale is not None:
+            raise ConfigError(
+                refusal(
+                    "data",
+                    "statistics and running_scale",
+                    must="be left out of a model of users, which is asked at any time",
+                    got="some, which are known at the times of examples alone",
+                    fix="remove them, or set fixed data.transforms",
+                )
+            )
+        return AsOfReader(self._sources, self.schema, self._streams, self._transforms)
+
     def close(self) -> None:
         """End the worker processes that wait for a next reading. May be called at any time."""
         with self._lock:
@@ -295,6 +362,23 @@ class Reader:
     def _item(self) -> str | None:
         item = self.dataset.examples.item
         return item if item in self._id_names else None
+
+    def _owned(self, key: str | None) -> tuple[str, ...]:
+        """Inputs that are read and belong to a user or an item."""
+        read = {*self._id_names, *self._chosen_inputs()[1]}
+        return () if key is None else tuple(n for n in self._sources.fields_of(key) if n in read)
+
+    def _check_teacher(self) -> None:
+        if self._sources.data.teacher is not None and self.dataset.examples.item is None:
+            raise ConfigError(
+                refusal(
+                    "data",
+                    "teacher",
+                    must="come with a data set whose examples have an item, by which it is joined",
+                    got=self.dataset.name,
+                    fix="declare the item, or remove data.teacher",
+                )
+            )
 
     def _open_streams(self) -> dict[str, StreamReader]:
         reads = self._sources.data.streams

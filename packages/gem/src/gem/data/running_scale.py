@@ -5,10 +5,13 @@ towards 0 and 1 by a prior. Sums are taken row by row in the order of the log, f
 so they are the same to the last bit wherever blocks begin and from wherever a run is resumed.
 """
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from gem.data.features import RunningScale
 from gem.data.statistics.rates import Block
+from gem_opkit.errors import DataError, refusal
 
 
 class RunningScaler:
@@ -50,6 +53,31 @@ class RunningScaler:
         spread = np.sqrt(np.maximum(variance, prior / rows))
         limit = self._spec.limit
         return np.clip((values - mean) / spread, -limit, limit).astype(np.float32)
+
+    def saved(self) -> dict[str, np.ndarray]:
+        """Sums so far; for `restore`."""
+        return {"known": self._known}
+
+    def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Stand where another scaler stood.
+
+        Args:
+            arrays: of `saved`.
+
+        Raises:
+            DataError: they are of another number of columns.
+        """
+        if arrays["known"].shape != self._known.shape:
+            raise DataError(
+                refusal(
+                    "statistics",
+                    "saved sums of the running scale",
+                    must=f"be {len(self._known)} numbers",
+                    got=len(arrays["known"]),
+                    fix="save them again with these inputs",
+                )
+            )
+        self._known = self._announced = arrays["known"]
 
     def close(self, *, add: bool) -> None:
         """Leave the block.

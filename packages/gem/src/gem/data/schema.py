@@ -34,6 +34,13 @@ class StreamInput(Contract):
     max_events: int = Field(gt=0, description="longest history that the reader gives")
 
 
+class VectorInput(Contract):
+    """A cached embedding of the example's user, made by another model."""
+
+    name: str
+    width: int = Field(gt=0, description="numbers of the embedding; a flag follows them")
+
+
 class BatchSchema(Contract):
     """Every input and target of an `ExampleBatch`."""
 
@@ -47,6 +54,18 @@ class BatchSchema(Contract):
         description="name of the id input that is the candidate, and of the stream field that "
         "holds the same kind of id, for target-aware attention",
     )
+    of_user: tuple[str, ...] = Field(
+        default=(),
+        description="inputs of `ids` and `numbers` that belong to the user: its id and the fields "
+        "of its entity",
+    )
+    of_item: tuple[str, ...] = Field(
+        default=(), description="inputs of `ids` that belong to the candidate, likewise"
+    )
+    vectors: tuple[VectorInput, ...] = Field(
+        default=(), description="parts of `vectors_BV`, in order"
+    )
+    teacher: bool = Field(default=False, description="batches carry a teacher's logits")
     labels: tuple[str, ...] = Field(description="tasks, in the order of `labels_BA`")
     domains: tuple[str, ...] = Field(
         default=("all",), description="domain names; `domains_B` indexes them"

@@ -18,6 +18,7 @@ from gem.data.fields import EntitySpec, IdField, NumberField
 from gem.data.log import Log, open_log
 from gem.data.names import nearest
 from gem.data.stream_source import EventField, StreamSource
+from gem.data.user_embeddings import UserEmbeddings
 from gem_opkit.errors import ConfigError, UnsupportedError, refusal
 
 DAY_MS = 86_400_000
@@ -32,19 +33,26 @@ class Sources:
         data: the recipe's section.
         times: time of every example in ms, int64.
         users: user of the examples, int64, by row.
+
+    Args:
+        dataset: the data set.
+        data: the recipe's section.
+        log: examples and events; None: those of the data set.
     """
 
-    def __init__(self, dataset: Dataset, data: DataSpec) -> None:
+    def __init__(self, dataset: Dataset, data: DataSpec, log: Log | None = None) -> None:
         self.dataset = dataset
         self.data = data
         spec = dataset.spec.examples
-        self._log: Log = open_log(dataset, data)
+        self._log: Log = open_log(dataset, data) if log is None else log
         self.users: RowColumn = self._log.examples.column(spec.user)
         self.times: np.ndarray = self._log.times
         self._derived = {derived.name: derived for derived in data.derived}
         self._entities: dict[str, EntityTable] = {}
         self._entity_rows: dict[str, _OnceForAll] = {}
         self._streams: dict[str, StreamSource] = {}
+        self.embeddings = {n: UserEmbeddings(n, r) for n, r in data.user_embeddings.items()}
+        self._ages = {f"{n}_age_hours": n for n, r in data.user_embeddings.items() if r.age}
         self._check_own_names()
         for name, rows in data.hash_rows.items():
             if dataset.spec.table(name).id_space != "hash" or rows < 1:
@@ -64,6 +72,7 @@ class Sources:
             taken |= {field.name for field in (*stream.ids, *stream.numbers)}
         declared = [("derived input", name) for name in self._derived]
         declared += [("statistic", statistic.name) for statistic in self.data.statistics]
+        declared += [("age of an embedding", name) for name in self._ages]
         for what, name in declared:
             if name in taken:
                 raise ConfigError(
@@ -85,10 +94,39 @@ class Sources:
         return (*at_rest, *(n for n, d in self._derived.items() if not isinstance(d, ElapsedDays)))
 
     def number_names(self) -> tuple[str, ...]:
-        """Names of all continuous inputs but the statistics: at rest first, then derived."""
+        """Names of all continuous inputs but the statistics: at rest, derived, then ages."""
         owners = (self.dataset.spec.examples, *self.dataset.spec.entities)
         at_rest = [field.name for owner in owners for field in owner.numbers]
-        return (*at_rest, *(n for n, d in self._derived.items() if isinstance(d, ElapsedDays)))
+        derived = (n for n, d in self._derived.items() if isinstance(d, ElapsedDays))
+        return (*at_rest, *derived, *self._ages)
+
+    def fields_of(self, key: str) -> tuple[str, ...]:
+        """Names of the inputs that belong to a user or to an item.
+
+        Args:
+            key: the id of the examples that stands for it.
+
+        Returns:
+            that id, fields of the entities that are joined by it, and buckets of these.
+        """
+        entities = [e for e in self.dataset.spec.entities if e.key == key]
+        own = {key} | {f.name for e in entities for f in (*e.ids, *e.numbers)}
+        buckets = (n for n, d in self._derived.items() if isinstance(d, Bucket) and d.field in own)
+        own |= set(buckets)
+        return tuple(name for name in (*self.id_names(), *self.number_names()) if name in own)
+
+    def vectors(self, rows: np.ndarray) -> np.ndarray:
+        """Cached embeddings of the users of some examples.
+
+        Args:
+            rows: of examples, int64 (B,).
+
+        Returns:
+            float32 (B, columns), as `ExampleBatch.vectors_BV`.
+        """
+        users, times = self.users[rows], self.times[rows]
+        parts = [each.columns(users, times) for each in self.embeddings.values()]
+        return np.concatenate(parts, axis=1)
 
     def id_info(self, name: str) -> IdInfo:
         """Table of a categorical input.
@@ -188,7 +226,7 @@ class Sources:
             return lambda rows: take_ids(column, rows_of(rows))
         if isinstance(derived, Bucket):
             number = self.numbers(derived.field)
-            return lambda rows: Ids(_bucket(number(rows), derived))
+            return lambda rows: Ids(bucket(number(rows), derived))
         return self.example_column(name).ids
 
     def numbers(self, name: str) -> Callable[[np.ndarray], np.ndarray]:
@@ -208,6 +246,11 @@ class Sources:
         if isinstance(self._derived.get(name), ElapsedDays):
             start = self.times[0] if len(self.times) else 0
             return lambda rows: ((self.times[rows] - start) / DAY_MS).astype(np.float32)
+        if name in self._ages:
+            cached = self.embeddings[self._ages[name]]
+            return lambda rows: cached.rows_at(self.users[rows], self.times[rows])[1].astype(
+                np.float32
+            )
         held = self.entity_field(name)
         if held is not None:
             values, rows_of = self.entity_numbers(name), self._rows_in(held[0])
@@ -253,7 +296,7 @@ class Sources:
         """
         derived = self._derived.get(name)
         if isinstance(derived, Bucket):
-            return Column(_bucket(self.entity_numbers(derived.field), derived))
+            return Column(bucket(self.entity_numbers(derived.field), derived))
         table, field = self._entity_and_field(name)
         if isinstance(field, NumberField):
             raise _unknown("categorical field of an entity", name, self.id_names())
@@ -325,12 +368,12 @@ class Sources:
             ]
             raise _unknown(f"field of stream {stream!r}", name, (*own, *joined))
         entity, kind = held
-        table, key, times = self.entity_table(entity), entity.key, source.index.times
+        table, key = self.entity_table(entity), entity.key
 
         def rows(events: np.ndarray, gap_ms: np.ndarray) -> np.ndarray:
             # As the example knows the row, not as it stood at the event.
             keys = source.visible(key, events, gap_ms)
-            return table.rows_of(keys, times[events] + gap_ms)
+            return table.rows_of(keys, source.index.times[events] + gap_ms)
 
         if kind == "numbers":
             numbers = self.entity_numbers(name)
@@ -386,7 +429,16 @@ class _OnceForAll:
         return last[1]
 
 
-def _bucket(values: np.ndarray, derived: Bucket) -> np.ndarray:
+def bucket(values: np.ndarray, derived: Bucket) -> np.ndarray:
+    """The position of each value among fixed boundaries.
+
+    Args:
+        values: float32, any shape.
+        derived: has the boundaries.
+
+    Returns:
+        ids, int64: how many boundaries are <= the value.
+    """
     # float32, as the values are: a boundary of 0.1 must count a value of 0.1 as reached.
     boundaries = np.asarray(derived.boundaries, np.float32)
     return np.searchsorted(boundaries, values, side="right").astype(np.int64)

@@ -1,6 +1,6 @@
 """The events of one stream, for the examples of a batch."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -8,11 +8,13 @@ import torch
 from gem.data.batch import StreamBatch
 from gem.data.entity_table import IdInfo
 from gem.data.features import NumberTransform, StreamRead
+from gem.data.names import nearest
 from gem.data.schema import IdInput, StreamInput
 from gem.data.sources import Sources
 from gem.data.stream_source import EventField
 from gem.data.transforms import apply_transforms
 from gem_jagged.batch import Jagged, Layout
+from gem_opkit.errors import ConfigError, refusal
 
 
 def id_input(name: str, info: IdInfo) -> IdInput:
@@ -96,9 +98,24 @@ class StreamReader:
             `lengths`, int64 (B,); `gap`, float32 (T,); `numbers`, float32 (T, C), whose last
             columns are left for the statistics; and `id:<field>`, int64 (T,), each.
         """
-        times = self._sources.times[low:high]
+        users, times = self._sources.users[low:high], self._sources.times[low:high]
+        return self.arrays_at(users, times, transforms)
+
+    def arrays_at(
+        self, users: np.ndarray, times: np.ndarray, transforms: Mapping[str, NumberTransform]
+    ) -> dict[str, np.ndarray]:
+        """The events that some users had at some times, as far as the log alone tells them.
+
+        Args:
+            users: int64 (B,); one without events has an empty history.
+            times: int64 (B,), ms; events strictly earlier are seen.
+            transforms: of continuous fields, by name.
+
+        Returns:
+            as `arrays`.
+        """
         index = self._source.index
-        history = index.history(self._sources.users[low:high], times, self._max_events)
+        history = index.history(users, times, self._max_events)
         lengths, events = history.lengths, history.events
         gap_ms = np.repeat(times, lengths) - index.times[events]
         numbers = np.empty((len(events), len(self.schema.numbers)), np.float32)
@@ -108,6 +125,55 @@ class StreamReader:
         found = {"lengths": lengths, "gap": (gap_ms / 1000.0).astype(np.float32)}
         ids = {f"id:{name}": field.take(events, gap_ms) for name, field in self._ids.items()}
         return found | ids | {"numbers": numbers}
+
+    def news(self) -> tuple[np.ndarray, np.ndarray]:
+        """When what is known of each user changes: an event is seen, or a field of one is.
+
+        Returns:
+            users and times, int64 (N,): whoever asks strictly later sees the change.
+
+        Cost: two numbers an event in memory.
+        """
+        users, seen = self._source.index.seen()
+        parts = [(users, seen)]
+        spec, timed = self._source.spec, self._source.index.timed()
+        fields = [f for f in (*spec.ids, *spec.numbers) if f.name in {*self._ids, *self._numbers}]
+        for delay_ms in sorted({f.visible_after_ms for f in fields} - {0}):
+            # Visible from the delay on, so to whoever asks strictly later than a moment before.
+            parts.append((users[timed], self._source.index.all_times()[timed] + delay_ms - 1))
+        who, when = zip(*parts, strict=True)
+        return np.concatenate(who), np.concatenate(when)
+
+    def events_with(self, field: str, values: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Events that hold certain ids in a field, and when that is known.
+
+        Args:
+            field: an id field that the recipe reads.
+            values: ids.
+
+        Returns:
+            users and times, int64 (N,): known to whoever asks strictly later.
+
+        Raises:
+            ConfigError: the recipe reads no such field.
+        """
+        own = {f.name: f for f in self._source.spec.ids if f.name in self._ids}
+        if field not in own:
+            raise ConfigError(
+                refusal(
+                    "gem predict",
+                    "--refresh-on",
+                    must=f"name an id field that the stream itself holds ({', '.join(own)})",
+                    got=repr(field) + nearest(field, own),
+                    fix="correct the name",
+                )
+            )
+        index, delay_ms = self._source.index, own[field].visible_after_ms
+        users, seen = index.seen()
+        taken = np.isin(self._source.column(field)[np.arange(len(users))], np.asarray(values))
+        taken &= index.timed()
+        known = np.maximum(seen, index.all_times() + delay_ms - 1) if delay_ms else seen
+        return users[taken], known[taken]
 
     def batch(
         self,

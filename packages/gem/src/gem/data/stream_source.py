@@ -1,16 +1,28 @@
 """The events of a stream, as the examples may know them. Part of `sources`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from gem.data.checked_array import Values
-from gem.data.dataset import Dataset
+from gem.data.columns import Column
 from gem.data.entity_table import IdInfo
+from gem.data.features import DatasetSpec
 from gem.data.fields import EventIdField, EventNumberField, StreamSpec, UnionSpec
 from gem.data.join import EventIndex
 from gem_opkit.errors import DataError
+
+
+class StoredEvents(Protocol):
+    """The events of a data set, by stream and field: `gem.data.dataset.Dataset` has them."""
+
+    spec: DatasetSpec
+
+    def events(self, stream: str, names: Iterable[str] | None = None) -> Mapping[str, Column]:
+        """Columns of a stream's events, in the order in which they are stored."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +57,14 @@ class StreamSource:
         self.spec, self.index = spec, index
         self._column = column
         self._columns: dict[str, Values] = {}
+
+    def take_from(self, other: "StreamSource") -> None:
+        """Hold other events from now on; who reads this stream reads those.
+
+        Args:
+            other: of the same stream.
+        """
+        self.index, self._column, self._columns = other.index, other._column, other._columns
 
     def column(self, name: str) -> Values:
         """A field of all events as stored, without regard to visibility.
@@ -81,7 +101,7 @@ class StreamSource:
         return np.where(known, values, np.asarray(field.unknown, values.dtype))
 
 
-def whole_stream(dataset: Dataset, spec: StreamSpec) -> StreamSource:
+def whole_stream(dataset: StoredEvents, spec: StreamSpec) -> StreamSource:
     """A stream whose columns are decoded whole, each when it is first asked for.
 
     Args:
@@ -140,7 +160,7 @@ class _Taken:
         delay_ms: how long after the event it is known to be one of them.
     """
 
-    def __init__(self, dataset: Dataset, also: UnionSpec) -> None:
+    def __init__(self, dataset: StoredEvents, also: UnionSpec) -> None:
         self._dataset, self._spec = dataset, dataset.spec.stream(also.stream)
         users, times, untimed = _who_and_when(dataset, self._spec)
         self.delay_ms = event_field_of(self._spec, also.field).visible_after_ms
@@ -156,7 +176,7 @@ class _Taken:
 
 
 def _who_and_when(
-    dataset: Dataset, spec: StreamSpec
+    dataset: StoredEvents, spec: StreamSpec
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """User and time of every stored event, and which have no time of their own."""
     names = [spec.user, spec.time, *([] if spec.untimed is None else [spec.untimed])]

@@ -4,6 +4,7 @@ from typing import cast
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from gem.data.schema import BatchSchema
 from gem.model.din import DinModel
@@ -14,6 +15,7 @@ from gem.model.spec import DinSpec, GemSpec
 from gem.model.tables import draw_by_place, table_specs
 from gem_embeddings.contract import LookupSpec, TableSpec
 from gem_embeddings.tables import EmbeddingTables
+from gem_opkit.errors import UnsupportedError, refusal
 from gem_parallel.side_stream import SideStream
 
 
@@ -105,7 +107,7 @@ def dense_units(model: nn.Module) -> list[str]:
 def overlap_sides(model: nn.Module, device: torch.device) -> None:
     """Let the experts of a model's transformer layers run on a stream of their own.
 
-    They read nothing that the streams of events make there. Not for models whose parameters are
+    They read nothing that the streams of events make there. Not for experts whose parameters are
     gathered: FSDP gives memory back without waiting for a second stream.
 
     Args:
@@ -116,6 +118,32 @@ def overlap_sides(model: nn.Module, device: torch.device) -> None:
     for part in model.modules():
         if isinstance(part, GemLayer):
             part.side = side
+
+
+def refuse_cut_sides(model: nn.Module) -> None:
+    """Refuse experts that run beside the streams and have parameters that are cut over ranks.
+
+    Args:
+        model: whose parameters have been cut by now.
+
+    Raises:
+        UnsupportedError: names one of them.
+    """
+    for name, part in model.named_modules():
+        if not isinstance(part, GemLayer) or part.side is None or part.kind != "transformer":
+            continue
+        for own, parameter in part.experts.named_parameters():
+            if isinstance(parameter, DTensor):
+                raise UnsupportedError(
+                    refusal(
+                        "recipe",
+                        "parallel.overlap_sides",
+                        must="be false where parameters beside the experts are gathered: their "
+                        "memory is given back without waiting for a second stream",
+                        got=f"true, and {name}.experts.{own} with {parameter.numel()} elements",
+                        fix="leave it out, or raise parallel.replicate_below above that",
+                    )
+                )
 
 
 def expert_mixtures(model: nn.Module) -> list[str]:

@@ -25,7 +25,9 @@ from gem.model.structure import (
     reduce_schema,
     streams_read,
     takes_part,
+    user_side,
 )
+from gem.model.transfer_spec import DistillationSpec, UserModelSpec
 from gem_attention.costs import (
     block_attention_backward_cost,
     block_attention_cost,
@@ -141,7 +143,8 @@ def _gem(
         stream.name: _latest(lengths[stream.name], spec.stream_spec(stream.name).max_events)
         for stream in streams
     }
-    parts = {"features": _features(spec, schema, examples)}
+    own_inputs = schema if spec.user_model is None else user_side(schema)
+    parts = {"features": _features(spec, own_inputs, examples)}
     for stream in streams:
         own = spec.stream_spec(stream.name)
         parts[f"events.stream_{stream.name}"] = _events(
@@ -152,7 +155,7 @@ def _gem(
             gap_buckets=own.gap_buckets,
             hidden=own.token_hidden,
         )
-    tokens = feature_tokens(spec, schema)
+    tokens = feature_tokens(spec, own_inputs)
     for index, kind in enumerate(spec.layers):
         layer = f"layers.{index}"
         taking_part = [s for s in streams if takes_part(spec, s.name, index)]
@@ -174,10 +177,44 @@ def _gem(
             spec.experts, spec.width, examples, tokens=tokens, summary_tokens=pooled
         )
         tokens = spec.experts.tokens
-    parts["heads"] = _heads(spec.heads, schema, examples, head_width(spec, schema, streams))
+    width = head_width(spec, own_inputs, streams)
+    if spec.user_model is not None:
+        parts["heads"] = _user_heads(spec, spec.user_model, schema, examples, width)
+        return parts
+    parts["heads"] = _heads(spec.heads, schema, examples, width)
+    if spec.distillation is not None:
+        parts["distillation"] = _distillation(spec.distillation, schema, examples, width)
     if spec.numbers.shortcut:
         parts["shortcut"] = _shortcut(schema, examples)
     return parts
+
+
+def _user_heads(
+    spec: GemSpec, own: UserModelSpec, schema: BatchSchema, examples: int, width: int
+) -> PassFlops:
+    """Heads of a model of users, and what else their vectors are trained by."""
+    tasks, embedding = len(schema.labels), spec.embeddings.embedding_dim
+    candidate = [source.name for source in schema.ids if source.name not in schema.of_user]
+    items = sum(name in schema.of_item for name in candidate)
+    total = _mlp(examples, (width, *spec.heads.trunk_widths, own.width))
+    widths = (len(candidate) * embedding, own.candidate_hidden, tasks * (own.width + 1))
+    total += _mlp(examples, widths)
+    # The product with the candidate, and the linear map.
+    total += _linear(examples, own.width, tasks) + _linear(examples, own.width, tasks)
+    total += _linear(examples, items * embedding, own.width)
+    total += _linear(examples, own.width, examples)  # every user with every item of the batch
+    return total + _linear(examples, own.width, own.time_gap_knots)
+
+
+def _distillation(
+    own: DistillationSpec, schema: BatchSchema, examples: int, width: int
+) -> PassFlops:
+    tasks, hidden = len(schema.labels), own.adapter_hidden
+    total = _mlp(examples, (width, *own.hidden_widths, tasks))
+    if own.adapter:
+        total += _mlp(examples, (width + tasks, hidden, hidden), input_gradient=False)
+        total += _linear(examples, hidden, tasks)
+    return total
 
 
 def _latest(lengths: Sequence[int], max_events: int | None) -> list[int]:
@@ -191,6 +228,8 @@ def _features(spec: GemSpec, schema: BatchSchema, examples: int) -> PassFlops:
         total += _linear(examples * count, spec.embeddings.embedding_dim, spec.width)
     outputs = spec.numbers.tokens * spec.width
     total += _linear(examples, numbers, outputs, input_gradient=False)
+    for vector in schema.vectors:
+        total += _linear(examples, vector.width, spec.width, input_gradient=False)
     return total + _linear(
         examples * numbers, spec.numbers.buckets, spec.width, input_gradient=False
     )

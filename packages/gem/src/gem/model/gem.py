@@ -13,7 +13,7 @@ FLOPs (`gem.model.flops`).
 Source: Kunlun (arXiv:2602.10016), InterFormer (arXiv:2411.09852), Wukong (arXiv:2403.02545).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from gem.data.batch import ExampleBatch, StreamBatch
 from gem.data.schema import BatchSchema, StreamInput
+from gem.model.distillation import Distillation
 from gem.model.heads import Shortcut, TaskHeads
 from gem.model.interaction import ExpertMixture, Summary
 from gem.model.joins import join
@@ -41,9 +42,11 @@ from gem.model.structure import (
     reduce_schema,
     streams_read,
     takes_part,
+    user_side,
 )
-from gem.model.tables import batch_ids, batch_streams, build_tables
+from gem.model.tables import batch_ids, batch_streams, build_tables, table_specs
 from gem.model.tokenize import Columns, EventTokens, FeatureTokens, latest_events
+from gem.model.user_model import UserHeads, UserLosses, ages_of_events, since_latest
 from gem_jagged.batch import Jagged, Layout
 from gem_parallel.side_stream import SideStream
 
@@ -202,8 +205,11 @@ class GemModel(nn.Module):
         self.spec, self.schema = spec, schema
         self.read = streams_read(spec, schema)
         self.tables = build_tables(spec.embeddings, schema, self.read)
-        self.features = FeatureTokens(spec, schema)
-        self.numbers = Columns(inputs.numbers, schema.numbers)
+        self._lookups = table_specs(spec.embeddings, schema, self.read)[1]
+        # What layers read: of a model of users, nothing of the candidate.
+        own_inputs = schema if spec.user_model is None else user_side(schema)
+        self.features = FeatureTokens(spec, own_inputs)
+        self.numbers = Columns(inputs.numbers, own_inputs.numbers)
         self.events = nn.ModuleDict()
         columns = {stream.name: stream.numbers for stream in inputs.streams}
         for stream in self.read:
@@ -218,8 +224,8 @@ class GemModel(nn.Module):
                 activation=spec.activation,
                 dropout=own.dropout,
             )
-        names = [source.name for source in schema.ids]
-        self.candidate = names.index(schema.item) if schema.item in names else None
+        names = [source.name for source in own_inputs.ids]
+        self.candidate = names.index(own_inputs.item) if own_inputs.item in names else None
         self.layers = nn.ModuleList()
         tokens = self.features.tokens
         for index in range(len(spec.layers)):
@@ -227,30 +233,121 @@ class GemModel(nn.Module):
             layer = GemLayer(spec, index, self.read, tokens=tokens, summary_tokens=pooled)
             tokens = layer.experts.tokens
             self.layers.append(layer)
-        width = head_width(spec, schema, self.read)
+        width = head_width(spec, own_inputs, self.read)
+        self.shortcut = None
+        self.distillation: Distillation | None = None
+        self.losses: UserLosses | None = None
+        if spec.user_model is not None:
+            self.candidate_names = tuple(n for n in _names(schema) if n not in schema.of_user)
+            self.item_names = tuple(n for n in self.candidate_names if n in schema.of_item)
+            self.heads: TaskHeads | UserHeads = UserHeads(
+                width,
+                spec,
+                schema,
+                candidate_ids=len(self.candidate_names),
+                item_ids=len(self.item_names),
+            )
+            self.losses = UserLosses(spec.user_model, schema)
+            return
         self.heads = TaskHeads(width, spec.heads, schema, activation=spec.activation)
-        self.shortcut = (
-            Shortcut(len(schema.numbers), len(schema.labels), gain=spec.numbers.shortcut_gain)
-            if spec.numbers.shortcut and schema.numbers
-            else None
-        )
+        if spec.distillation is not None:
+            self.distillation = Distillation(width, spec, schema)
+        if spec.numbers.shortcut and schema.numbers:
+            gain = spec.numbers.shortcut_gain
+            self.shortcut = Shortcut(len(schema.numbers), len(schema.labels), gain=gain)
 
-    def forward(self, batch: ExampleBatch) -> Tensor:
+    def forward(self, batch: ExampleBatch) -> Tensor | tuple[Tensor, Tensor]:
         """Predict.
 
         Args:
             batch: examples with their histories.
 
         Returns:
-            logits_BA, fp32, tasks in the order of the schema's labels.
+            logits_BA, fp32, tasks in the order of the schema's labels. In training, a model with
+            losses of its own also gives their sums over the examples, sum_K, each to be divided by
+            its `auxiliary_known`.
 
         Raises:
             DataError: the batch lacks a stream or an input of the schema.
         """
         streams = self._streams(batch)
+        latest_B = None
+        if self.losses is not None:
+            latest_B, streams = _from_latest(streams, batch)
         embedded = self.tables(batch_ids(self.schema, batch, streams))
+        last_BD, numbers_BD = self._layers(batch, streams, embedded)
+        if isinstance(self.heads, UserHeads):
+            candidate_BE = _side_by_side(embedded, self.candidate_names)
+            logits_BA, user_BU = self.heads(last_BD, candidate_BE, batch.domains_B)
+            if self.losses is None or latest_B is None or not self.training:
+                return logits_BA
+            item_BE = _side_by_side(embedded, self.item_names)
+            return logits_BA, self.losses.sums(batch, self.heads, user_BU, item_BE, latest_B)
+        logits_BA = self.heads(last_BD, batch.domains_B)
+        if self.shortcut is not None:
+            logits_BA = logits_BA + self.shortcut(numbers_BD)
+        if self.distillation is not None and self.training:
+            return logits_BA, self.distillation(last_BD, batch)
+        return logits_BA
+
+    def auxiliary_known(self, batch: ExampleBatch) -> Tensor | None:
+        """Weights of the examples that the model's own losses are means over.
+
+        Args:
+            batch: examples, with all their streams.
+
+        Returns:
+            weight_K, fp32, to be summed over ranks; None for a model without such losses.
+        """
+        if self.losses is not None:
+            latest_B, _ = _from_latest(self._streams(batch), batch)
+            return self.losses.known(batch, latest_B)
+        return None if self.distillation is None else self.distillation.known(batch)
+
+    def user_vectors(self, batch: ExampleBatch) -> Tensor:
+        """Embed users. For a model of users alone.
+
+        Args:
+            batch: users with their histories; candidates, labels and numbers of others are not
+                read.
+
+        Returns:
+            vectors_BU, fp32; score items by their product with `item_vectors`.
+        """
+        heads = cast(UserHeads, self.heads)
+        _, streams = _from_latest(self._streams(batch), batch)
+        own = user_side(self.schema)
+        ids = batch_ids(own, batch, streams)
+        last_BD, _ = self._layers(batch, streams, self._look_up(ids))
+        return heads.user(last_BD).float()
+
+    def item_vectors(self, ids: Mapping[str, Jagged]) -> Tensor:
+        """Embed items. For a model of users alone.
+
+        Args:
+            ids: input of the item (`item_names`) -> ids of R items.
+
+        Returns:
+            vectors_RU, fp32.
+        """
+        heads = cast(UserHeads, self.heads)
+        embedded = self._look_up({name: ids[name] for name in self.item_names})
+        return heads.item(_side_by_side(embedded, self.item_names)).float()
+
+    def _look_up(self, ids: Mapping[str, Jagged]) -> dict[str, Tensor]:
+        """Rows of some features; tables want to be asked for all of them."""
+        nothing = torch.zeros(0, dtype=torch.int64, device=next(self.parameters()).device)
+        none = Jagged.from_lengths(nothing, [])
+        features = [lookup.feature_name for lookup in self._lookups]
+        missing = {name: none for name in features if name not in ids}
+        return self.tables({**ids, **missing})
+
+    def _layers(
+        self, batch: ExampleBatch, streams: Mapping[str, StreamBatch], embedded: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """What the heads read, and the numbers of the example."""
         numbers_BD = self.numbers(batch.numbers_BD)
-        x_BND = self.features(embedded, numbers_BD)
+        x_BND = self.features(embedded, numbers_BD, batch.vectors_BV)
         candidate_BD = None if self.candidate is None else x_BND[:, self.candidate]
         states = {}
         for stream in self.read:
@@ -272,10 +369,7 @@ class GemModel(nn.Module):
         last = [x_BND.flatten(1), join_summaries(x_BND, states).flatten(1)]
         if self.spec.numbers.trunk:
             last.append(numbers_BD)
-        logits_BA = self.heads(join(last, dim=1), batch.domains_B)
-        if self.shortcut is not None:
-            logits_BA = logits_BA + self.shortcut(numbers_BD)
-        return logits_BA
+        return join(last, dim=1), numbers_BD
 
     @property
     def only_multiplies_vectors(self) -> bool:
@@ -318,3 +412,24 @@ def join_summaries(x_BND: Tensor, states: Mapping[str, StreamState]) -> Tensor:
     """
     parts = [s.summary_BPD for s in states.values() if s.summary_BPD is not None]
     return torch.cat(parts, dim=1) if parts else x_BND[:, :0]
+
+
+def _names(schema: BatchSchema) -> tuple[str, ...]:
+    return tuple(source.name for source in schema.ids)
+
+
+def _side_by_side(embedded: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
+    return join([embedded[name] for name in names], dim=1)
+
+
+def _from_latest(
+    streams: Mapping[str, StreamBatch], batch: ExampleBatch
+) -> tuple[Tensor, dict[str, StreamBatch]]:
+    """Seconds since each user's latest event, and the streams with ages counted from it."""
+    latest_B = since_latest(streams, batch.examples, batch.numbers_BD)
+    aged = {}
+    for name, events in streams.items():
+        gaps = events.gap_seconds
+        ages_T = ages_of_events(gaps.values, gaps.layout, latest_B)
+        aged[name] = replace(events, gap_seconds=gaps.with_values(ages_T))
+    return latest_B, aged

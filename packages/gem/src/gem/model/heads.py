@@ -144,6 +144,18 @@ def base_logits(tasks: Sequence[str], rates: Mapping[str, float]) -> Tensor:
     return torch.tensor([math.log(p / (1.0 - p)) for p in rate])
 
 
+def probabilities(logits_BA: Tensor) -> Tensor:
+    """What all metrics and predictions are made of.
+
+    Args:
+        logits_BA: float32.
+
+    Returns:
+        p_BA, float32: the sigmoid in float64, rounded once.
+    """
+    return torch.sigmoid(logits_BA.double()).float()
+
+
 def known_weight(batch: ExampleBatch) -> Tensor:
     """Add up the weights of the examples whose label is known.
 
@@ -204,3 +216,17 @@ def multi_task_loss(
     mean_A = (loss_BA * weight_BA).sum(0) / torch.where(known_A > 0, known_A, 1.0)
     # Filled on the device: a copy from the host would wait for it, in the midst of the step.
     return mean_A @ torch.stack([mean_A.new_full((), weight) for weight in task_weights])
+
+
+def auxiliary_loss(sum_K: Tensor, known_K: Tensor) -> Tensor:
+    """Return the loss that a model has of its own, beside that of the tasks.
+
+    Args:
+        sum_K: losses times their weights, summed over examples, fp32.
+        known_K: weights of these examples, over all parts and ranks of the batch.
+
+    Returns:
+        a scalar, fp32: the sum of the means; one without examples counts 0.
+    """
+    # As above: 1 in place of 0, and nothing tiny.
+    return (sum_K / torch.where(known_K > 0, known_K, 1.0)).sum()

@@ -15,6 +15,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from gem.model.expert_gradients import inputs_beside, pair_products_beside
 from gem.model.expert_kinds import EXPERTS
@@ -22,7 +23,7 @@ from gem.model.expert_spec import ExpertsSpec
 from gem.model.joins import in_halves
 from gem.model.spec import MlpActivation
 from gem.model.structure import expert_parts
-from gem.model.token_linear import TokenLinear
+from gem.model.token_linear import TokenLinear, filled_up
 from gem_opkit.errors import ConfigError, refusal
 from gem_precision.layers import LayerNorm, Mlp, RmsNorm
 
@@ -124,7 +125,7 @@ def pair_products(x_BND: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Multiply pairs of tokens, compressed: X Xᵀ Y of each example.
 
     Args:
-        x_BND: tokens X.
+        x_BND: tokens X; behind those of Y there may be such as `filled_up` adds.
         y: Y, (B, N, rank).
 
     Returns:
@@ -132,8 +133,16 @@ def pair_products(x_BND: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         that are fewer than they are wide, by way of all pairs; else by way of Xᵀ Y, which the FLOPs
         of the model count.
     """
-    if 2 * x_BND.shape[1] <= x_BND.shape[2] and in_halves(x_BND, y):
-        return pair_products_beside(x_BND, y)
+    tokens = y.shape[1]
+    if added := x_BND.shape[1] - tokens:
+        pairs, x_BND = pair_products(x_BND, F.pad(y, (0, 0, 0, added)))
+        return pairs[:, :tokens], x_BND
+    if 2 * tokens <= x_BND.shape[2]:
+        if in_halves(x_BND, y):
+            return pair_products_beside(x_BND, y)
+        if torch.compiler.is_compiling() and x_BND.is_cuda and x_BND.dtype == torch.bfloat16:
+            # The graph adds gradients of X up by itself.
+            return torch.bmm(torch.bmm(x_BND, x_BND.transpose(1, 2)), y), x_BND
     return torch.bmm(x_BND, torch.bmm(x_BND.transpose(1, 2), y)), x_BND
 
 
@@ -189,7 +198,7 @@ class FactorisationBlock(nn.Module):
         """Interact, and give the tokens on.
 
         Args:
-            x_BND: tokens.
+            x_BND: tokens, as `pair_products` takes them.
 
         Returns:
             tokens (B, fm_tokens, D), and those that came in, as `pair_products` gives them.
@@ -245,7 +254,7 @@ class WukongExpert(nn.Module):
         Returns:
             tokens (B, fm_tokens, D) and (B, linear_tokens, D).
         """
-        mixed, x_BND = self.factorise.beside(x_BND)
+        mixed, x_BND = self.factorise.beside(filled_up(x_BND))
         return mixed, self.compress(x_BND)
 
 

@@ -86,7 +86,11 @@ class StreamInteraction(nn.Module):
         if self.ffn is not None:
             x_TD = self.ffn(x_TD, layout, context_BND)
         parts = []
-        if self.pool is not None:
+        if isinstance(self.pool, HierarchicalSeedPooling):
+            # The next layer gives a gradient of its own back.
+            pooled_BPD, x_TD = self.pool.beside(x_TD, layout)
+            parts.append(pooled_BPD)
+        elif self.pool is not None:
             parts.append(self.pool(x_TD, layout))
         if self.recent:
             parts.append(latest_tokens(x_TD, layout, self.recent))
@@ -187,12 +191,16 @@ class StreamTransformer(nn.Module):
         if self.gate is not None:
             gate_BD = 2.0 * torch.sigmoid(self.gate(context_BND.flatten(1)))
             if x_TD.is_cuda and self.dropout.p == 0.0:
-                return self._fed(gated_residual(x_TD, out_TD, gate_BD, layout.offsets_O))
+                return self.fed(gated_residual(x_TD, out_TD, gate_BD, layout.offsets_O))
             out_TD = out_TD * spread_over_events(gate_BD, layout)
-        return self._fed(x_TD + self.dropout(out_TD))
+        return self.fed(x_TD + self.dropout(out_TD))
 
-    def _fed(self, x_TD: Tensor) -> Tensor:
-        """Events behind the MLP that follows self-attention, if there is one."""
+    def fed(self, x_TD: Tensor) -> Tensor:
+        """Run the MLP that follows self-attention, if there is one.
+
+        Args:
+            x_TD: events behind self-attention.
+        """
         if self.ffn is None or self.ffn_norm is None:
             return x_TD
         normed_TD, x_TD = self.ffn_norm.beside(x_TD)

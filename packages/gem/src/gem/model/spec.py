@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 
 from gem.model.expert_spec import ExpertsSpec
 from gem.model.stream_spec import Dropout, StreamSpec, Width
+from gem.model.transfer_spec import DistillationSpec, UserModelSpec
 from gem_opkit.contract import Contract
 
 MlpActivation = Literal["relu", "gelu", "silu", "identity"]
@@ -147,6 +148,14 @@ class GemSpec(Contract):
     token_dropout: Dropout = Field(
         default=0.0, description="whole id tokens, each for a share of the examples"
     )
+    user_model: UserModelSpec | None = Field(
+        default=None,
+        description="make it an upstream model of users, whose layers see no candidate and whose "
+        "embeddings other models read",
+    )
+    distillation: DistillationSpec | None = Field(
+        default=None, description="learn from the teacher that data.teacher names as well"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -163,6 +172,23 @@ class GemSpec(Contract):
             for name, value in data["streams"].items()
         }
         return {**data, "streams": own}
+
+    @model_validator(mode="after")
+    def _one_kind_of_transfer(self) -> Self:
+        if self.user_model is None:
+            return self
+        if self.distillation is not None:
+            raise ValueError(
+                "distillation must be left out of a model of users; got both sections; distil "
+                "into the model that reads its embeddings"
+            )
+        for name, stream in [("stream", self.stream), *self.streams.items()]:
+            if stream.layers != () and stream.target_tokens:
+                raise ValueError(
+                    f"{name}.target_tokens must be 0 in a model of users, whose layers see no "
+                    f"candidate; got {stream.target_tokens}; set it to 0"
+                )
+        return self
 
     @model_validator(mode="after")
     def _check(self) -> Self:

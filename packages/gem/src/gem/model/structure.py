@@ -83,6 +83,54 @@ def reduce_schema(schema: BatchSchema, leave_out: tuple[str, ...]) -> BatchSchem
     )
 
 
+def user_side(schema: BatchSchema) -> BatchSchema:
+    """Keep what a model of users may read before its heads.
+
+    Args:
+        schema: the inputs that the model reads.
+
+    Returns:
+        inputs of the user and the events; no candidate, no moment, no embedding.
+
+    Raises:
+        ConfigError: no input belongs to the user, or the candidate is not known.
+    """
+    own = set(schema.of_user)
+    names = [source.name for source in schema.ids]
+    fault: tuple[str, str, str] | None = None
+    if schema.item not in names:
+        fault = ("the candidate's id", "none", "let the recipe read the item")
+    elif not own & {*names, *schema.numbers}:
+        fault = ("inputs of the user", "none", "read the user's id or fields of its entity")
+    elif schema.vectors:
+        fault = ("no embeddings of users", schema.vectors[0].name, "remove data.user_embeddings")
+    if fault:
+        raise ConfigError(
+            refusal(
+                "build_model", "user_model", must=f"read {fault[0]}", got=fault[1], fix=fault[2]
+            )
+        )
+    return schema.model_copy(
+        update={
+            "ids": tuple(source for source in schema.ids if source.name in own),
+            "numbers": tuple(name for name in schema.numbers if name in own),
+            "item": None,
+        }
+    )
+
+
+def context_is_of_user(spec: GemSpec) -> bool:
+    """Say whether what the event streams read of the other inputs is the user's alone.
+
+    Args:
+        spec: the model.
+
+    Returns:
+        True for a model of users: its layers are the same for all candidates.
+    """
+    return spec.user_model is not None
+
+
 def kept_names(names: tuple[str, ...], gone: set[str]) -> tuple[str, ...]:
     """List the names that stay.
 
@@ -150,10 +198,11 @@ def feature_tokens(spec: GemSpec, schema: BatchSchema) -> int:
         schema: the inputs that it reads.
 
     Returns:
-        tokens of id features, of all numbers together, and of bucketised numbers.
+        tokens of id features, of all numbers together, of bucketised numbers, and of cached
+        embeddings.
     """
     numbers = len(schema.numbers)
-    together = spec.numbers.tokens if numbers else 0
+    together = (spec.numbers.tokens if numbers else 0) + len(schema.vectors)
     return len(schema.ids) + together + (numbers if spec.numbers.buckets else 0)
 
 
@@ -259,6 +308,16 @@ def check_schema(spec: GemSpec, schema: BatchSchema) -> None:
                     fix="set stream.target_tokens = 0, or declare the item",
                 )
             )
+    if schema.teacher and spec.distillation is None:
+        raise ConfigError(
+            refusal(
+                "build_model",
+                "distillation",
+                must="say what becomes of the predictions that data.teacher names",
+                got="no section model.distillation",
+                fix="set model.distillation = {}, or remove data.teacher",
+            )
+        )
 
 
 def check_tasks(name: str, given: Mapping[str, float], tasks: tuple[str, ...]) -> None:

@@ -6,6 +6,7 @@ map; there is no loop over features but the one that lists them. Left out: the t
 """
 
 from collections.abc import Mapping
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from gem.model.spec import GemSpec, MlpActivation
 from gem.model.structure import feature_tokens
 from gem.model.tables import event_feature
 from gem_jagged.batch import Jagged, Layout
-from gem_opkit.errors import ConfigError, refusal
+from gem_opkit.errors import ConfigError, DataError, refusal
 from gem_precision.layers import Mlp, Projection, RmsNorm
 
 # A year and a minute, seconds: the range of the time gaps that an event's embedding tells apart.
@@ -88,8 +89,9 @@ class Columns(nn.Module):
 class FeatureTokens(nn.Module):
     """Turn the non-sequence inputs of an example into tokens.
 
-    In order: one token for each id feature, those of all numbers together, and one for each
-    number if numbers are bucketised.
+    In order: one token for each id feature, those of all numbers together, one for each number if
+    numbers are bucketised, and one for each cached embedding. An embedding that is not there has a
+    learned token of its own.
 
     Args:
         spec: the model.
@@ -133,20 +135,32 @@ class FeatureTokens(nn.Module):
             if self.buckets
             else None
         )
+        self.vectors = nn.ModuleList(
+            VectorToken(vector.width, spec.width) for vector in schema.vectors
+        )
         self.norm = RmsNorm(spec.width) if spec.token_norm else nn.Identity()
         self.dropout = nn.Dropout(spec.dropout)
         # One value for a whole token, so that the model learns to do without the feature.
         self.token_dropout = nn.Dropout(spec.token_dropout)
 
-    def forward(self, embedded: Mapping[str, Tensor], numbers_BD: Tensor) -> Tensor:
+    def forward(
+        self,
+        embedded: Mapping[str, Tensor],
+        numbers_BD: Tensor,
+        vectors_BV: Tensor | None = None,
+    ) -> Tensor:
         """Make the tokens.
 
         Args:
             embedded: feature name -> embedding (B, E).
             numbers_BD: continuous inputs, fp32.
+            vectors_BV: cached embeddings, as `ExampleBatch` has them; None where there are none.
 
         Returns:
             x_BND, N = `self.tokens`.
+
+        Raises:
+            DataError: the batch lacks the cached embeddings.
         """
         batch = numbers_BD.shape[0]
         parts = []
@@ -168,10 +182,56 @@ class FeatureTokens(nn.Module):
                 numbers_BD, low=self.bucket_low, high=self.bucket_high, knots=self.buckets
             )
             parts.append(torch.einsum("bnk,nkd->bnd", basis, self.bucketed))
+        parts += self._vector_tokens(vectors_BV)
         x_BND = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         if isinstance(self.norm, RmsNorm):  # on a GPU one pass does both
             return self.norm(x_BND, dropout=self.dropout.p if self.training else 0.0)
         return self.dropout(x_BND)
+
+    def _vector_tokens(self, vectors_BV: Tensor | None) -> list[Tensor]:
+        widths = [cast(VectorToken, vector).width + 1 for vector in self.vectors]
+        found = 0 if vectors_BV is None else vectors_BV.shape[1]
+        if found != sum(widths):
+            raise DataError(
+                refusal(
+                    "forward",
+                    "batch.vectors_BV",
+                    must=f"have {sum(widths)} columns: every cached embedding, each with its flag",
+                    got=found,
+                    fix="read them: data.user_embeddings",
+                )
+            )
+        if vectors_BV is None:
+            return []
+        parts = vectors_BV.split(widths, dim=1)
+        return [token(part) for token, part in zip(self.vectors, parts, strict=True)]
+
+
+class VectorToken(nn.Module):
+    """A cached embedding as a token; where there is none, a learned one stands for it.
+
+    Args:
+        width: numbers of the embedding.
+        token_width: width of the token.
+    """
+
+    def __init__(self, width: int, token_width: int) -> None:
+        super().__init__()
+        self.width = width
+        self.linear = Projection(width, token_width)
+        self.missing = nn.Parameter(torch.zeros(token_width))
+
+    def forward(self, x_BV: Tensor) -> Tensor:
+        """Make the token.
+
+        Args:
+            x_BV: the numbers, 0 where unknown, and 1 where they are known.
+
+        Returns:
+            x_BND with N = 1.
+        """
+        known_B1 = x_BV[:, -1:]
+        return (self.linear(x_BV[:, :-1]) + (1.0 - known_B1) * self.missing).unsqueeze(1)
 
 
 class EventTokens(nn.Module):

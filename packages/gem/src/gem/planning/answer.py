@@ -34,6 +34,8 @@ def settings_of(planned: Planned, plan: ParallelPlan) -> tuple[str, ...]:
         if plan.fully_sharded_tables or (own is not None and own.fully_sharded_tables):
             value = str(plan.fully_sharded_tables).lower()
             settings.append(f"parallel.fully_sharded_tables={value}")
+        if plan.table_copies != ("near" if own is None else own.table_copies):
+            settings.append(f"parallel.table_copies={plan.table_copies}")
         if own is not None and own.replicate_below != plan.replicate_below:
             settings.append(f"parallel.replicate_below={plan.replicate_below}")
         if plan.table_shard > 1 or plan.fully_sharded_tables:
@@ -176,7 +178,7 @@ def _row(name: str, found: Forecast, against: Search) -> tuple[str, ...]:
     return (
         name,
         *(str(getattr(plan, axis)) for axis in _AXES),
-        "fully sharded" if plan.fully_sharded_tables else "",
+        _told_of_tables(plan),
         f"{found.step_ms:.1f}",
         f"{found.exposed_ms:.1f}",
         f"{1e2 * found.e2e_mfu:.1f}",
@@ -184,6 +186,13 @@ def _row(name: str, found: Forecast, against: Search) -> tuple[str, ...]:
         f"{against.weak_scaling(found):.3f}",
         f"{found.memory.total / 2**30:.1f}{too_much}",
     )
+
+
+def _told_of_tables(plan: ParallelPlan) -> str:
+    """How copies of tables lie, beside their number."""
+    told = ["fully sharded"] * plan.fully_sharded_tables
+    told += ["far copies"] * (plan.table_copies == "far" and plan.table_replicate > 1)
+    return ", ".join(told)
 
 
 def _detail(found: Forecast) -> list[str]:

@@ -58,7 +58,7 @@ def not_counted(config: RunConfig) -> tuple[str, ...]:
     return tuple(key for key, differs in set_.items() if differs)
 
 
-def with_whole_axes(config: RunConfig, fixed: Mapping[str, int | bool]) -> dict[str, int | bool]:
+def with_whole_axes(config: RunConfig, fixed: Mapping[str, int | bool | str]) -> dict[str, int | bool | str]:
     """Leave out the plans that the trainer refuses for another key of the recipe.
 
     Args:
@@ -74,12 +74,10 @@ def with_whole_axes(config: RunConfig, fixed: Mapping[str, int | bool]) -> dict[
     whole: dict[str, str] = {}
     if config.memory.budget_gib is not None or config.memory.kept != "as_is":
         whole["expert"] = "[memory]"
-    for key, is_set in (
-        ("train.compile", config.train.compile != "off"),
-        ("parallel.overlap_sides", config.parallel is not None and config.parallel.overlap_sides),
-    ):
-        if is_set:
-            whole.update(shard=key, expert=key)
+    if config.train.compile != "off":
+        whole.update(shard="train.compile", expert="train.compile")
+    if config.parallel is not None and config.parallel.overlap_sides:
+        whole["shard"] = "parallel.overlap_sides"
     for axis, key in whole.items():
         if fixed.get(axis, 1) != 1:
             raise ConfigError(

@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from gem.config import RunConfig, load_recipe
 from gem.planning.chosen import names_a_plan, plan_of_recipe, with_whole_axes
@@ -14,7 +15,7 @@ from gem.planning.tables import TablesOf, tables_of
 from gem.planning.work import work_of
 from gem.train.balance_check import check_balance
 from gem_opkit.errors import ConfigError, refusal
-from gem_parallel.contract import Topology
+from gem_parallel.contract import TableCopies, Topology
 from gem_parallel.planning.forecast import Forecast, forecast
 from gem_parallel.planning.planner import Search, search
 from gem_parallel.planning.work import Work
@@ -210,17 +211,19 @@ def _means(texts: Sequence[str]) -> dict[str, float]:
     return means
 
 
-def _axes(texts: Sequence[str]) -> dict[str, int | bool]:
-    fixed: dict[str, int | bool] = {}
+def _axes(texts: Sequence[str]) -> dict[str, int | bool | str]:
+    fixed: dict[str, int | bool | str] = {}
     for text in texts:
         name, value = _pair("--axis", text, "shard=8")
         _once("--axis", name, fixed)
         if name == "fully_sharded_tables" and value in ("true", "false"):
             fixed[name] = value == "true"
+        elif name == "table_copies" and value in get_args(TableCopies):
+            fixed[name] = value
         elif size := _whole(value):
             fixed[name] = size
         else:
-            raise _bad("--axis", text, "shard=8, or fully_sharded_tables=true")
+            raise _bad("--axis", text, "shard=8, fully_sharded_tables=true or table_copies=far")
     return fixed
 
 

@@ -26,7 +26,7 @@ from gem.data.names import nearest
 from gem.data.schema import BatchSchema, IdInput, StreamInput
 from gem.data.synthetic_dataset import synthetic_dataset
 from gem.data.synthetic_spec import SyntheticSpec
-from gem_opkit.errors import ConfigError, DataError, refusal
+from gem_opkit.errors import ConfigError, DataError, UnsupportedError, refusal
 
 _SPEC_FILE = "dataset.toml"
 _OP = "gem plan"  # unless the caller names another command
@@ -93,6 +93,7 @@ def declared_schema(
         DataError: as `declared_dataset`.
     """
     data = config.data
+    _refuse_given(op, data)
     spec = declared_dataset(data, op=op) if dataset is None else dataset
     derived = {each.name: each for each in data.derived}
     owners = (spec.examples, *spec.entities)
@@ -111,6 +112,7 @@ def declared_schema(
                 raise _unknown(op, "inputs", name, at_rest)
         left_out = set(at_rest) - set(data.inputs)
     kept = {name: source for name, source in ids.items() if name not in left_out}
+    kept_numbers = tuple(name for name in numbers if name not in left_out)
     rows, events = _statistics(data)
     item = spec.examples.item
     reads = data.streams
@@ -122,11 +124,40 @@ def declared_schema(
             for name, read in reads.items()
         ),
         ids=tuple(kept.values()),
-        numbers=(*(name for name in numbers if name not in left_out), *rows),
+        numbers=(*kept_numbers, *rows),
         item=item if item in kept else None,
+        of_user=_owned(spec, data, spec.examples.user, (*kept, *kept_numbers)),
+        of_item=_owned(spec, data, item, (*kept, *kept_numbers)),
         labels=tuple(label.name for label in spec.examples.labels),
         domains=spec.domains,
     )
+
+
+def _refuse_given(op: str, data: DataSpec) -> None:
+    """Refuse what only its own files tell: how wide embeddings are, and which rows have them."""
+    for key in ("user_embeddings", "teacher"):
+        if getattr(data, key):
+            raise UnsupportedError(
+                refusal(
+                    op,
+                    f"data.{key}",
+                    must="be left out: no row is read here",
+                    got="a section",
+                    fix="ask about the same recipe without it",
+                )
+            )
+
+
+def _owned(
+    spec: DatasetSpec, data: DataSpec, key: str | None, read: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Inputs that are read and belong to a user or an item, as the reader tells them."""
+    if key is None:
+        return ()
+    entities = [entity for entity in spec.entities if entity.key == key]
+    own = {key} | {field.name for e in entities for field in (*e.ids, *e.numbers)}
+    own |= {each.name for each in data.derived if isinstance(each, Bucket) and each.field in own}
+    return tuple(name for name in read if name in own)
 
 
 def _described(spec: DatasetSpec, data: DataSpec, field: IdField) -> IdInput:

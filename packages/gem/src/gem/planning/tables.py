@@ -24,7 +24,7 @@ from gem_embeddings.planning.explain import Explanation
 from gem_embeddings.planning.spec import PlanningSpec, TableRates
 from gem_embeddings.planning.step import Exchange, StepCost
 from gem_opkit.errors import ConfigError
-from gem_parallel.contract import ParallelPlan, Topology
+from gem_parallel.contract import ParallelPlan, TableCopies, Topology
 from gem_parallel.planning.forecast import accelerator_of
 from gem_parallel.planning.work import Collective, TableStep, TableTraffic
 
@@ -45,6 +45,10 @@ _COLLECTIVES: tuple[tuple[str, str, Collective], ...] = (
 
 # What merged gradients take the place of.
 _MEANS = ("average weights and optimizer rows", "scatter their mean")
+
+
+# table_shard, table_replicate, whether copies are cut, and where they lie.
+Axes = tuple[int, int, bool, TableCopies]
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ class TablesOf:
         Raises:
             ConfigError: the tables do not fit, with the bytes that are missing.
         """
-        key = (plan.table_shard, plan.table_replicate, plan.fully_sharded_tables)
+        key = _axes_of(plan)
         return _step(self, key, topology, memory_gib)
 
     def explain(
@@ -108,8 +112,12 @@ class TablesOf:
         Raises:
             ConfigError: as in `step`.
         """
-        key = (plan.table_shard, plan.table_replicate, plan.fully_sharded_tables)
+        key = _axes_of(plan)
         return _explain(self, key, topology, memory_gib)
+
+
+def _axes_of(plan: ParallelPlan) -> Axes:
+    return plan.table_shard, plan.table_replicate, plan.fully_sharded_tables, plan.table_copies
 
 
 def tables_of(
@@ -204,9 +212,9 @@ def _effective(topology: Topology) -> Topology:
 
 
 def _planning(
-    tables: TablesOf, axes: tuple[int, int, bool], topology: Topology, memory_gib: float | None
+    tables: TablesOf, axes: Axes, topology: Topology, memory_gib: float | None
 ) -> PlanningSpec:
-    shard, replicate, fully = axes
+    shard, replicate, fully, copies = axes
     bandwidth = accelerator_of(topology).memory_gbytes_per_s
     return PlanningSpec(
         topology=_effective(topology),
@@ -216,13 +224,14 @@ def _planning(
         table_shard=shard,
         table_replicate=replicate,
         fully_sharded=fully and replicate > 1,
+        table_copies=copies,
         wire_dtype=tables.wire_dtype,
         rates=TableRates(memory_gbytes_per_s=bandwidth),
     )
 
 
 def _explain(
-    tables: TablesOf, axes: tuple[int, int, bool], topology: Topology, memory_gib: float | None
+    tables: TablesOf, axes: Axes, topology: Topology, memory_gib: float | None
 ) -> Explanation:
     return explain_tables(
         tables.specs,
@@ -234,9 +243,9 @@ def _explain(
 
 
 def _step(
-    tables: TablesOf, axes: tuple[int, int, bool], topology: Topology, memory_gib: float | None
+    tables: TablesOf, axes: Axes, topology: Topology, memory_gib: float | None
 ) -> TableStep:
-    shard, replicate, _ = axes
+    shard, replicate, _, _ = axes
     if shard == 1 and not axes[2]:
         return _local(tables, replicate, topology)
     explanation = _explain(tables, axes, topology, memory_gib)
@@ -296,7 +305,7 @@ def _local(tables: TablesOf, ranks: int, topology: Topology) -> TableStep:
     """Whole tables on every rank; gradients of rows are gathered from all ranks and merged."""
     whole = place_tables(tables.specs, {}, table_shard=1, optimizer=tables.optimizer)
     alone = topology.model_copy(update={"hosts": 1, "ranks_per_host": 1})
-    planning = _planning(tables, (1, 1, False), alone, None)
+    planning = _planning(tables, (1, 1, False, "near"), alone, None)
     explanation = explain_tables(
         tables.specs, tables.lookups, optimizer=tables.optimizer, planning=planning, plan=whole
     )

@@ -84,6 +84,7 @@ def work_of(
                 fix="plan for the hybrid model; the comparison model fits one device",
             )
         )
+    _refuse_transfer(config, spec)
     element = _element_bytes(config)
     whole = declared_schema(config) if schema is None else schema
     examples = config.train.batch_examples if examples is None else examples
@@ -118,6 +119,27 @@ def work_of(
         * max((s.tokens * spec.stream_spec(n).width for n, s in sizes.items()), default=0),
         micro_batches=config.train.accumulation_parts,
     )
+
+
+def _refuse_transfer(config: RunConfig, spec: GemSpec) -> None:
+    """Refuse what other models give, or are given: it is trained, and not counted here."""
+    found = {
+        "model.user_model": spec.user_model,
+        "model.distillation": spec.distillation,
+        "data.user_embeddings": config.data.user_embeddings or None,
+        "data.teacher": config.data.teacher,
+    }
+    for key, section in found.items():
+        if section is not None:
+            raise UnsupportedError(
+                refusal(
+                    "gem plan",
+                    key,
+                    must="be left out: plans count models without it",
+                    got="a section",
+                    fix="plan for the same recipe without it; it adds little to a step",
+                )
+            )
 
 
 def _element_bytes(config: RunConfig) -> int:

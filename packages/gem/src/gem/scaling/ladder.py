@@ -1,36 +1,30 @@
 """Climb: train every rung once, predict the last one before it is run, and write it all down.
 
 DIR/spec.json         what is climbed; another one in the same folder is refused
-DIR/rungs/*.json      a rung each, written when it has ended; what is there is not run again
+DIR/rungs/*.json      a rung each, written when it has ended; what is there is not run again, and
+                      rungs that are one model are trained once
 DIR/prediction.json   written before the last rung of the law begins
 DIR/scaling.json      everything, DIR/scaling.svg and DIR/report.html the pictures of it
 """
 
 import json
-import math
-import multiprocessing
-import os
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from gem.children import Children, threads_of
-from gem.config import load_recipe
 from gem.scaling.law import Law, fit_law
 from gem.scaling.picture import scaling_svg, write_page
 from gem.scaling.planted import CLICK
-from gem.scaling.rung import RungJob, planted_flops, planted_schema, train_rung
+from gem.scaling.processes import Begin, beginner, job_name, write_whole
+from gem.scaling.rung import RungJob, planted_flops, planted_schema, rung_config
 from gem.scaling.spec import LadderSpec, RungSpec, ScalingSpec
-from gem.train.interrupt import Interrupted
-from gem_opkit.errors import ConfigError, DataError, GemError, MeasurementError, refusal
+from gem_opkit.bench import provenance
+from gem_opkit.errors import ConfigError, refusal
 
 Told = Callable[[str], None]
-Begin = Callable[[RungJob, Path], Future[dict[str, Any]]]
 
 
 def climb(
@@ -58,22 +52,21 @@ def climb(
             when called again.
     """
     say = told or (lambda line: None)
-    every = {job_name(job): job for job in _jobs(spec, out, device)}
-    _check(spec, every.values(), device)
+    every = list(_jobs(spec, out, device))
+    same = _check(spec, every, device)
     _claim(spec, out)
     last = _last_rung(spec)
-    of_law = [job for job in every.values() if job.ladder == spec.law]
+    of_law = [job for job in every if job.ladder == spec.law]
     before = [job for job in of_law if last is not None and job.rung != last.name]
     # The dearest first, as they end last. Those of the law have the device to themselves.
-    with _beginner(jobs) as begin:
-        _run(begin, before[::-1], out, say)
+    with beginner(jobs) as begin:
+        _run(begin, before[::-1], same, out, say)
         if last is not None:
             predict(spec, out, device, say)
-        _run(begin, [job for job in of_law if job not in before], out, say)
-        _run(begin, [job for job in every.values() if job not in of_law], out, say)
+        _run(begin, [job for job in every if job not in before], same, out, say)
     found = collect(spec, out)
-    _write(out / "scaling.json", json.dumps(found, indent=1, allow_nan=False) + "\n")
-    _write(out / "scaling.svg", scaling_svg(found))
+    write_whole(out / "scaling.json", json.dumps(found, indent=1, allow_nan=False) + "\n")
+    write_whole(out / "scaling.svg", scaling_svg(found))
     write_page(found, out / "report.html")
     return found
 
@@ -122,8 +115,9 @@ def predict(spec: ScalingSpec, out: Path, device: str, say: Told) -> dict[str, A
         "high": high,
         "law": _told_law(law),
         "written_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": provenance()["commit"],
     }
-    _write(path, json.dumps(found, indent=1, allow_nan=False) + "\n")
+    write_whole(path, json.dumps(found, indent=1, allow_nan=False) + "\n")
     say(
         f"predicted: {own[0].rung} of {spec.law}, {cost:.3g} FLOPs an example: NE "
         f"{found['ne']:.5f} [{low:.5f}, {high:.5f}]"
@@ -154,18 +148,10 @@ def collect(spec: ScalingSpec, out: Path) -> dict[str, Any]:
     return found | {"law": _told_law(law), "prediction": prediction, "outcome": outcome}
 
 
-def job_name(job: RungJob) -> str:
-    """Name of a rung with its seed.
-
-    Args:
-        job: any.
-    """
-    return f"{job.ladder}.{job.rung}.seed-{job.seed}"
-
-
 def _jobs(spec: ScalingSpec, out: Path, device: str) -> Iterable[RungJob]:
+    """Every rung with every seed, those of the law first."""
     planted = spec.planted if spec.source == "planted" else None
-    for ladder in spec.ladders:
+    for ladder in sorted(spec.ladders, key=lambda each: each.name != spec.law):
         for rung in ladder.rungs:
             for seed in spec.seeds:
                 yield RungJob(
@@ -173,6 +159,7 @@ def _jobs(spec: ScalingSpec, out: Path, device: str) -> Iterable[RungJob]:
                     rung=rung.name,
                     recipe=spec.recipe,
                     settings=(*spec.set, *rung.set),
+                    content=rung.content,
                     seed=seed,
                     planted=planted,
                     examples=spec.examples,
@@ -212,8 +199,12 @@ def _told_law(law: Law) -> dict[str, Any]:
     return asdict(law) | {"eta_low": low, "eta_high": high}
 
 
-def _check(spec: ScalingSpec, jobs: Iterable[RungJob], device: str) -> None:
-    """Refuse what a rung would refuse, before a folder is taken and the first one is trained."""
+def _check(spec: ScalingSpec, jobs: Iterable[RungJob], device: str) -> dict[str, RungJob]:
+    """Refuse what a rung would refuse, before a folder is taken and the first one is trained.
+
+    Returns:
+        name of each job -> the first one that trains the same model on the same examples.
+    """
     if spec.source == "data" and device != "auto":
         raise ConfigError(
             refusal(
@@ -224,13 +215,23 @@ def _check(spec: ScalingSpec, jobs: Iterable[RungJob], device: str) -> None:
                 fix="write train.device into the ladder's set",
             )
         )
+    same: dict[str, RungJob] = {}
+    known: dict[str, RungJob] = {}
     for job in jobs:
         try:
-            config = load_recipe(job.recipe, job.settings, seed=job.seed)
+            config = rung_config(job)
             if job.planted is not None:
                 planted_schema(config)
         except ConfigError as fault:
             raise ConfigError(f"gem scaling: {job_name(job)}: {fault}") from fault
+        first = known.setdefault(config.model_dump_json(), job)
+        if job.ladder == spec.law and first is not job:
+            raise ConfigError(
+                refusal("gem scaling", job_name(job), must="be another model than the rungs below",
+                        got=f"that of rung {first.rung}", fix="let it grow")
+            )  # fmt: skip
+        same[job_name(job)] = first
+    return same
 
 
 def _claim(spec: ScalingSpec, out: Path) -> None:
@@ -254,87 +255,38 @@ def _claim(spec: ScalingSpec, out: Path) -> None:
                     fix="name another folder")
         )  # fmt: skip
     (out / "rungs").mkdir(parents=True, exist_ok=True)
-    _write(path, text)
+    write_whole(path, text)
 
 
-@contextmanager
-def _beginner(jobs: int) -> Iterator[Begin]:
-    """What begins a rung: in this process, one after the other, or several in their own."""
-    if jobs == 1:
-        yield _here
-        return
-    children = Children()
-    with threads_of(children, jobs) as threads:
-        yield lambda job, path: threads.submit(_in_a_process, children, job, path)
-
-
-def _here(job: RungJob, path: Path) -> Future[dict[str, Any]]:
-    done: Future[dict[str, Any]] = Future()
-    done.set_result(_train_and_write(job, path))
-    return done
-
-
-def _run(begin: Begin, jobs: Iterable[RungJob], out: Path, say: Told) -> None:
-    """Train what is missing."""
-    waiting = []
+def _run(
+    begin: Begin, jobs: Iterable[RungJob], same: Mapping[str, RungJob], out: Path, say: Told
+) -> None:
+    """Train what is missing, each model once."""
+    waiting, others = [], []
     for job in jobs:
         path = _file(out, job)
         if path.is_file():
             say(f"{job_name(job)}: is there")
-        else:
+        elif same[job_name(job)] is job:
             waiting.append((job, begin(job, path)))
+        else:
+            others.append(job)
     for job, done in waiting:
         found = done.result()
         ne = ", ".join(f"{task} {value:.5f}" for task, value in found["ne"].items())
         say(f"{job_name(job)}: {found['flops_per_example']:.4g} FLOPs an example, NE {ne}")
-
-
-def _in_a_process(children: Children, job: RungJob, path: Path) -> dict[str, Any]:
-    """Train a rung in a process that gives its memory back with its end."""
-    # A forked one could not use a GPU.
-    context = multiprocessing.get_context("spawn")
-    process = context.Process(target=_apart, args=(job, path), daemon=True)
-    process.start()
-    with children.running(process):
-        process.join()
-    if process.exitcode or not path.is_file():
-        raise MeasurementError(
-            refusal(
-                "gem scaling",
-                job_name(job),
-                must="be trained to its end",
-                got=f"a process that ended with {process.exitcode}",
-                fix="see what it said; call gem scaling again to go on from the other rungs",
-            )
-        )
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
-def _apart(job: RungJob, path: Path) -> None:
-    """Train a rung as all that this process does; what ends it early is a line, or nothing."""
-    try:
-        _train_and_write(job, path)
-    except GemError as fault:
-        raise SystemExit(f"{job_name(job)}: {fault}") from None
-    except (Interrupted, KeyboardInterrupt):
-        raise SystemExit(1) from None
-
-
-def _train_and_write(job: RungJob, path: Path) -> dict[str, Any]:
-    found = train_rung(job)
-    unknown = [task for task, ne in found["ne"].items() if ne is None or not math.isfinite(ne)]
-    if unknown:
-        raise DataError(
-            refusal(
-                "gem scaling",
-                job_name(job),
-                must="have an NE, of labels of both kinds and predictions that are numbers",
-                got=f"none for {', '.join(unknown)}",
-                fix="take more rows, or lower train.dense.lr and train.tables.lr",
-            )
-        )
-    _write(path, json.dumps(found, indent=1, allow_nan=False) + "\n")
-    return found
+    for job in others:
+        first = same[job_name(job)]
+        own: dict[str, Any] = {
+            "ladder": job.ladder,
+            "rung": job.rung,
+            "settings": list(job.settings),
+            "content": job.content,
+        }
+        own["same_as"] = {"ladder": first.ladder, "rung": first.rung}
+        found = _read(out, first) | own
+        write_whole(_file(out, job), json.dumps(found, indent=1, allow_nan=False) + "\n")
+        say(f"{job_name(job)}: the same as {job_name(first)}")
 
 
 def _file(out: Path, job: RungJob) -> Path:
@@ -343,10 +295,3 @@ def _file(out: Path, job: RungJob) -> Path:
 
 def _read(out: Path, job: RungJob) -> dict[str, Any]:
     return json.loads(_file(out, job).read_text(encoding="utf-8"))
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file that is whole or not there."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
-    partial.rename(path)

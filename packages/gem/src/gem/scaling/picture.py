@@ -10,6 +10,7 @@ from typing import Any
 from gem.report.figure import Figure, Safe
 from gem.report.svg import FULL, NARROW, Axis, Plot, Size
 from gem.report.words import short
+from gem.scaling.gains import gains, synergy
 from gem.scaling.law import Law
 
 # Of an SVG that stands alone: the light colours of the page.
@@ -23,6 +24,8 @@ svg.plot{background:#fff;font-family:sans-serif}text{font-size:12px;fill:#5b6470
 .dot.c4{fill:#c42f55}.dot.c5{fill:#6d7410}
 """
 _STEPS = 40
+_RUNG_COLUMNS = ("ladder", "rung", "FLOPs an example", "NE", "seeds", "parameters", "settings")
+GAIN_COLUMNS = ("ladder", "from", "to", "FLOPs", "NE falls by", "per e-fold of FLOPs")
 
 
 def scaling_svg(found: Mapping[str, Any]) -> str:
@@ -62,9 +65,11 @@ def write_page(found: Mapping[str, Any], path: Path) -> None:
             {"figure": each, "drawings": [Safe(drawing) for drawing in each.drawings]}
             for each in figures
         ],
-        words=law_words(found),
-        headers=("ladder", "rung", "FLOPs an example", "NE", "seeds", "parameters", "settings"),
-        rows=_table(found),
+        words=[*law_words(found), *synergy_words(found)],
+        tables=[
+            {"name": "Rungs", "headers": _RUNG_COLUMNS, "rows": _table(found)},
+            {"name": "What growth takes off NE", "headers": GAIN_COLUMNS, "rows": gain_rows(found)},
+        ],
     )
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text, encoding="utf-8")
@@ -90,6 +95,52 @@ def law_words(found: Mapping[str, Any]) -> list[str]:
         f"Rung {said['rung']} of {said['flops_per_example']:.4g} FLOPs an example was predicted at "
         f"{said['ne']:.5f}, {said['low']:.5f} to {said['high']:.5f} ({share}), before it was run; "
         f"it came out at {came['ne']:.5f}, {'within' if came['inside'] else 'outside'} the band.",
+    ]
+
+
+def synergy_words(found: Mapping[str, Any]) -> list[str]:
+    """What growth in all directions gives beside each of them alone.
+
+    Args:
+        found: content of ``scaling.json``.
+
+    Returns:
+        a line, or none where nothing begins at a rung of the law's ladder.
+    """
+    both = synergy(found, _tasks(found)[0])
+    if both is None:
+        return []
+    alone = ", ".join(f"{gain.ladder} {gain.fall:.5f}" for gain in both.alone)
+    whole = both.together
+    return [
+        f"From rung {whole.first}, each direction alone takes off NE: {alone}; in sum "
+        f"{both.sum_of_falls:.5f}. All together, to rung {whole.last}, take off {whole.fall:.5f}."
+    ]
+
+
+def gain_rows(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Cells of what each ladder takes off NE, under `GAIN_COLUMNS`.
+
+    Args:
+        found: content of ``scaling.json``.
+
+    Returns:
+        a row a ladder, and one for all directions together from the rung where each begins.
+    """
+    task = _tasks(found)[0]
+    every, both = gains(found, task), synergy(found, task)
+    if both is not None:
+        every.insert(1, both.together)
+    return [
+        (
+            gain.ladder,
+            gain.first,
+            gain.last,
+            f"{gain.cost:.3g} ×",
+            f"{gain.fall:.5f}" + ("" if gain.error is None else f" ± {gain.error:.5f}"),
+            "–" if gain.eta is None else f"{gain.eta:.5f}",
+        )
+        for gain in every
     ]
 
 
@@ -205,7 +256,13 @@ def _table(found: Mapping[str, Any]) -> Sequence[tuple[str, ...]]:
                     f"{ne:.5f}",
                     str(len(own)),
                     "–" if size is None else f"{short(size['dense'])} + {short(size['tables'])}",
-                    " ".join(own[0]["settings"]) or "–",
+                    " ".join(_settings(own[0])) or "–",
                 )
             )
     return rows
+
+
+def _settings(rung: Mapping[str, Any]) -> list[str]:
+    """What a rung sets, its content first."""
+    content = rung.get("content")
+    return [*([f"content={content}"] if content else []), *rung["settings"]]

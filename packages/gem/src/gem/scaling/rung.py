@@ -1,5 +1,6 @@
 """One rung of a ladder: a model is trained, and its NE and its exact FLOPs are written down."""
 
+import json
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from gem.data.schema import BatchSchema
 from gem.dry_run.build import build_step
 from gem.model.flops import total_flops, training_flops
 from gem.planning.schema import declared_schema
-from gem.scaling.planted import CLICK, Drawn, PlantedWorld, history_lengths
+from gem.scaling.planted import CLICK, CONTENT, Drawn, PlantedWorld, history_lengths
 from gem.scaling.spec import PlantedSpec
 from gem.train.clock import StepClock
 from gem.train.normalized_entropy import CLIP, binary_entropy
@@ -29,6 +30,8 @@ from gem_parallel.launch import World, process_group
 HELD_OUT_FROM = 1 << 30
 # Steps that the host may be ahead of a GPU.
 _AHEAD = 16
+# Of the examples of training, each with an NE of its own.
+_PARTS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,7 @@ class RungJob:
         rung: name.
         recipe: shipped name or path.
         settings: keys that are replaced, those of all rungs first.
+        content: numbers of the content vector that candidate and events carry.
         seed: of the weights.
         planted: the world; None for the recipe's data set.
         examples: of training, where the world is planted.
@@ -52,6 +56,7 @@ class RungJob:
     rung: str
     recipe: str
     settings: tuple[str, ...]
+    content: int
     seed: int
     planted: PlantedSpec | None
     examples: int
@@ -71,22 +76,48 @@ def train_rung(job: RungJob) -> dict[str, Any]:
         nothing was learned from), ``flops_per_example`` of training, exact, ``examples``,
         ``parameters``, ``seconds``, ``examples_per_s``, ``device``, and the ``provenance`` of a
         row of results; of a planted world also
-        ``ne_of_labels``, ``ne_progressive``, and ``ne_of_rates``, which is what somebody who knows
+        ``ne_of_labels``, ``ne_progressive`` of the last third, ``ne_while_training`` of each
+        eighth, ``peak_bytes`` of the GPU, and ``ne_of_rates``, which is what somebody who knows
         every taste would reach.
 
     Raises:
         ConfigError: a recipe that the world does not fit.
         UnsupportedError: a planted world on several ranks.
     """
-    config = load_recipe(job.recipe, job.settings, seed=job.seed)
+    config = rung_config(job)
     found = _on_data(job, config) if job.planted is None else _on_planted(job, config, job.planted)
     about = {
         "ladder": job.ladder,
         "rung": job.rung,
         "seed": job.seed,
         "settings": list(job.settings),
+        "content": job.content,
     }
     return about | found | {"provenance": provenance()}
+
+
+def rung_config(job: RungJob) -> RunConfig:
+    """Read the recipe of a rung.
+
+    Args:
+        job: any.
+
+    Returns:
+        it, with what the rung replaces; its content joins the inputs and the fields of the stream.
+
+    Raises:
+        ConfigError: as `load_recipe`.
+    """
+    if not job.content:
+        return load_recipe(job.recipe, job.settings, seed=job.seed)
+    plain = load_recipe(job.recipe, job.settings, seed=job.seed).data
+    names = [f"{CONTENT}{k:02d}" for k in range(job.content)]
+    longer = {"data.inputs": plain.inputs}
+    for name, stream in (plain.streams or {}).items():
+        longer[f"data.streams.{name}.fields"] = stream.fields
+    told = [f"{key}={json.dumps([*(had or ()), *names])}" for key, had in longer.items()]
+    told.append(f"data.synthetic.content_width={job.content}")
+    return load_recipe(job.recipe, (*job.settings, *told), seed=job.seed)
 
 
 def planted_schema(config: RunConfig) -> BatchSchema:
@@ -101,9 +132,14 @@ def planted_schema(config: RunConfig) -> BatchSchema:
     Raises:
         ConfigError: another data set, or keys of a run that no rung of such a world has.
     """
-    for key, is_set in (
-        ("passes", config.train.passes > 1),
-        ("ema_decay", config.train.ema_decay is not None),
+    train = config.train
+    for key, got, is_set in (
+        ("passes", train.passes, train.passes > 1),
+        ("ema_decay", train.ema_decay, train.ema_decay is not None),
+        ("label_delay", train.label_delay, train.label_delay != "none"),
+        ("guard.nonfinite", train.guard.nonfinite, train.guard.nonfinite != "stop"),
+        ("guard.spike_factor", train.guard.spike_factor, train.guard.spike_factor is not None),
+        ("interim.every_steps", train.interim.every_steps, train.interim.every_steps is not None),
     ):
         if is_set:
             raise ConfigError(
@@ -111,8 +147,8 @@ def planted_schema(config: RunConfig) -> BatchSchema:
                     "gem scaling",
                     f"train.{key}",
                     must="be left out where the world is planted: one pass over examples that are "
-                    "drawn, and the weights themselves are scored",
-                    got=getattr(config.train, key),
+                    "drawn, every step is taken, and the weights at the end are scored",
+                    got=got,
                     fix='leave it out, or set source = "data"',
                 )
             )
@@ -164,7 +200,7 @@ def planted_flops(job: RungJob) -> float:
     Raises:
         ConfigError: as `planted_schema`; a job on a data set; too few examples for a batch.
     """
-    config = load_recipe(job.recipe, job.settings, seed=job.seed)
+    config = rung_config(job)
     if job.planted is None:
         raise ConfigError(
             refusal(
@@ -232,6 +268,7 @@ def _on_planted(job: RungJob, config: RunConfig, planted: PlantedSpec) -> dict[s
         ]
         # The last third of the run: what came before was scored by a model that knew little.
         late = _ne(torch.stack(sums[-max(1, steps // 3) :]).sum(0))
+        parts = torch.stack(sums).tensor_split(min(_PARTS, steps))
         found = _ne(torch.stack(held).sum(0))
         dense = sum(p.numel() for p in step.dense.values())
         tables = sum(source.num_embeddings for source in _tables(schema).values())
@@ -240,6 +277,7 @@ def _on_planted(job: RungJob, config: RunConfig, planted: PlantedSpec) -> dict[s
             "ne_of_labels": found["of_labels"],
             "ne_progressive": late["of_rates"],
             "ne_of_rates": found["known"],
+            "ne_while_training": [_ne(part.sum(0))["of_rates"] for part in parts],
             "examples": steps * size,
             "held_out": held_out * size,
             "batch_examples": size,
@@ -252,6 +290,7 @@ def _on_planted(job: RungJob, config: RunConfig, planted: PlantedSpec) -> dict[s
             },
             "seconds": ended - began,
             "examples_per_s": (steps - 1) * size / (ended - first) if steps > 1 else None,
+            "peak_bytes": _peak_bytes(world),
             "device": device_name(world.device),
         }
 
@@ -313,6 +352,10 @@ def _ne(sums: Tensor) -> dict[str, float | None]:
         "of_rates": of_rates / entropy if entropy else None,
         "known": known / entropy if entropy else None,
     }
+
+
+def _peak_bytes(world: World) -> int | None:
+    return torch.cuda.max_memory_allocated(world.device) if world.device.type == "cuda" else None
 
 
 def _now(world: World) -> float:

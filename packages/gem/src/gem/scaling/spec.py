@@ -22,6 +22,15 @@ class PlantedSpec(Contract):
     max_events: int = Field(
         default=1_000, ge=1, description="longest history; lengths are uniform from 1 up"
     )
+    session_events: int = Field(
+        default=32, ge=1, description="events of a session, counted back from the newest"
+    )
+    session_bias: float = Field(
+        default=0.0,
+        ge=0,
+        description="standard deviation of what a session adds to the logit of its events: a user "
+        "clicks on more of everything, or on less; of events alone",
+    )
     click_rate: float = Field(default=0.3, gt=0, lt=1, description="about the share of clicks")
     seed: int = Field(default=0, ge=0, lt=2**16)
 
@@ -32,6 +41,13 @@ class RungSpec(Contract):
     name: str = Field(pattern=r"^[A-Za-z0-9_.+-]+$", description="unique in its ladder")
     set: tuple[str, ...] = Field(
         default=(), description="keys of the recipe that are replaced, as texts a.b=value"
+    )
+    content: int = Field(
+        default=0,
+        ge=0,
+        le=100,
+        description="numbers of the content vector that candidate and events carry, from the "
+        "first; planted alone",
     )
 
 
@@ -80,6 +96,19 @@ class ScalingSpec(Contract):
         "is predicted before it is run; planted alone: on data no law is claimed",
     )
     confidence: float = Field(default=0.95, gt=0.5, lt=1, description="of the bands")
+
+    @model_validator(mode="after")
+    def _content_is_there(self) -> Self:
+        most = self.planted.latents if self.source == "planted" else 0
+        for ladder in self.ladders:
+            for rung in ladder.rungs:
+                if rung.content > most:
+                    raise ValueError(
+                        f"content of rung {rung.name} of {ladder.name} must be at most "
+                        f"planted.latents, and left out where the source is data; got "
+                        f"{rung.content}, {most} are there"
+                    )
+        return self
 
     @model_validator(mode="after")
     def _law_fits(self) -> Self:

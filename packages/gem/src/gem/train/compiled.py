@@ -1,10 +1,16 @@
 """torch.compile over the parts of a model whose shapes do not follow the lengths of histories.
 
 One graph for each region: the summary and the experts of a layer, and the heads. Event streams stay
-as they are: their operators have kernels of their own, which take in what stands around them.
+as they are: their operators have kernels of their own, which take in what stands around them. A
+region is compiled where it learns; evaluations run it as written, so that no second graph is made
+for them and none is traced over weights that have working copies.
 """
 
-from torch import nn
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from gem.model.gem import GemModel
 from gem_opkit.errors import UnsupportedError, refusal
@@ -31,8 +37,28 @@ def regions(model: nn.Module) -> list[str]:
     return [*found, "heads"]
 
 
+class CompiledRegion:
+    """The forward function of a region: compiled where it learns, else as written.
+
+    Args:
+        region: takes tensors and returns one.
+        backend: of ``torch.compile``.
+    """
+
+    def __init__(self, region: nn.Module, backend: str) -> None:
+        self._region, self._plain = region, region.forward
+        self._compiled: Callable[..., Any] = torch.compile(
+            region.forward, fullgraph=True, backend=backend
+        )
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        """Run the region; see `nn.Module.forward`."""
+        learns = self._region.training and torch.is_grad_enabled()
+        return self._compiled(*inputs) if learns else self._plain(*inputs)
+
+
 def compile_regions(model: nn.Module, plan: ParallelPlan, backend: str) -> None:
-    """Compile the regions of a model in place; each is traced when it is first called.
+    """Compile the regions of a model in place; each is traced when it first learns.
 
     A batch of another size makes a graph anew once, for any size from then on.
 
@@ -56,4 +82,5 @@ def compile_regions(model: nn.Module, plan: ParallelPlan, backend: str) -> None:
             )
         )
     for name in regions(model):
-        model.get_submodule(name).compile(fullgraph=True, backend=backend)
+        region = model.get_submodule(name)
+        region.forward = CompiledRegion(region, backend)

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from gem.data.batch import ExampleBatch
 from gem.data.schema import BatchSchema
+from gem.model.heads import probabilities
 from gem.train.local_tensors import put_parameters_back
 from gem.train.metrics import MetricBlock
-from gem.train.step import probabilities
 from gem_parallel.collectives import all_gather_rows
 from gem_parallel.launch import World
 

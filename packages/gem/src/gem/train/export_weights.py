@@ -54,10 +54,10 @@ def export_weights(run: Path, out: Path, *, averaged: bool = True) -> dict[str, 
                 fix="choose another --out",
             )
         )
-    checkpoint = _checkpoint(run)
+    checkpoint = checkpoint_of(run, command="gem export-weights")
     manifest = read_manifest(checkpoint)
     check_content(checkpoint, manifest, World())
-    tensors, are_averaged = _dense(checkpoint, averaged=averaged)
+    tensors, are_averaged = checkpoint_weights(checkpoint, averaged=averaged, tables=False)
     notes = {
         "format": "pt",
         "gem_trainer": __version__,
@@ -93,13 +93,26 @@ def _write(out: Path, content: bytes) -> None:
             partial.unlink()
 
 
-def _checkpoint(run: Path) -> Path:
+def checkpoint_of(run: Path, *, command: str) -> Path:
+    """Find the checkpoint that is meant.
+
+    Args:
+        run: the run's folder, or one of its checkpoints.
+        command: who asks, for messages.
+
+    Returns:
+        the newest complete checkpoint of the run, or the one given.
+
+    Raises:
+        ConfigError: no run there.
+        DataError: it has no complete checkpoint.
+    """
     if not (run / CONFIG_FILE).is_file():
         if run.parent.name == CHECKPOINTS:
             return run
         raise ConfigError(
             refusal(
-                "gem export-weights",
+                command,
                 "RUN",
                 must=f"be the folder of a run, with its {CONFIG_FILE}, or one of its checkpoints",
                 got=str(run),
@@ -110,7 +123,7 @@ def _checkpoint(run: Path) -> Path:
     if newest is None:
         raise DataError(
             refusal(
-                "gem export-weights",
+                command,
                 "RUN",
                 must="have a complete checkpoint",
                 got=str(run),
@@ -120,14 +133,28 @@ def _checkpoint(run: Path) -> Path:
     return newest
 
 
-def _dense(checkpoint: Path, *, averaged: bool) -> tuple[dict[str, Tensor], bool]:
-    """Weights by their names in the model, and whether they are averages."""
+def checkpoint_weights(
+    checkpoint: Path, *, averaged: bool, tables: bool = True
+) -> tuple[dict[str, Tensor], bool]:
+    """Read the weights of a model from a checkpoint, whoever holds which part of them there.
+
+    Args:
+        checkpoint: a complete one, whose content has been checked.
+        averaged: the averages in place of the weights, where the run keeps them.
+        tables: the embedding tables, too.
+
+    Returns:
+        weights and buffers by their names in the model, and whether the dense ones are averages.
+
+    Raises:
+        DataError: the checkpoint is damaged.
+    """
     with damage_named(checkpoint):
         stored = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     names = {
         name.removeprefix("model/"): name
         for name in stored
-        if name.startswith("model/") and not name.startswith(f"model/{_TABLES}")
+        if name.startswith("model/") and (tables or not name.startswith(f"model/{_TABLES}"))
     }
     means = {name.removeprefix("ema/"): name for name in stored if name.startswith("ema/")}
     if averaged:

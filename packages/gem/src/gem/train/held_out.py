@@ -197,7 +197,16 @@ def _summarise(run: Run, held_out: dict[str, Any]) -> dict[str, Any]:
             world_size=world.size,
         ),
         "memory": {"peak_bytes": int(all_gather_rows(peak, world).max())},
+        **_embedding_facts(run),
     }
+
+
+def _embedding_facts(run: Run) -> dict[str, Any]:
+    """Of cached embeddings, which share of the rows has one and how old they are, by split."""
+    if not run.reader.schema.vectors:
+        return {}
+    splits = ("train", *(s for s in HELD_OUT if _steps_if_there(run.reader, s)))
+    return {"user_embeddings": {split: run.reader.embedding_facts(split) for split in splits}}
 
 
 def evaluate_folder(

@@ -41,7 +41,8 @@ def idle_keys(step: TrainStep) -> list[str]:
     """
     plan, found = step.plan, list[str]()
     # With weights that are cut, what chooses the way says which one it is.
-    if plan.gathers != "nccl" and not step.gathers:
+    sliced = plan.fully_sharded_tables and plan.table_replicate > 1 and step.engine is not None
+    if plan.gathers != "nccl" and not step.gathers and not sliced:
         why = ""
         if plan.shard == 1:
             why = "parallel.shard is 1"
@@ -54,6 +55,21 @@ def idle_keys(step: TrainStep) -> list[str]:
             f"parallel.table_wire_dtype={plan.table_wire_dtype} changes nothing: every rank holds "
             "all tables"
         )
+    if plan.reduce_dtype != "fp32" and not step.world.grouped:
+        found.append(
+            f"parallel.reduce_dtype={plan.reduce_dtype} changes nothing: gradients of one rank are "
+            "summed with nobody's"
+        )
+    if plan.shard == plan.expert == 1 and step.world.way is None:
+        named = {
+            "gather_dtype=bf16": plan.gather_dtype != "fp32",
+            "keep_gathered=true": plan.keep_gathered,
+        }
+        found += [
+            f"parallel.{text} changes nothing: parallel.shard and parallel.expert are 1"
+            for text, is_set in named.items()
+            if is_set
+        ]
     if plan.overlap_sides:
         layers = [part for part in step.model.modules() if isinstance(part, GemLayer)]
         if not any(layer.kind == "transformer" for layer in layers):

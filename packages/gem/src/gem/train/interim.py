@@ -119,7 +119,7 @@ def _measure(run: Run) -> dict[str, Any]:
 
     source = _first(run.reader.batches(spec.split), spec.max_batches)
     with (
-        _untouched(run.step.model, run.world.device),
+        untouched(run.step.model, run.world.device),
         averaged_weights(run.step.model, run.step.ema),
         read_ahead(source, run.spec) as batches,
     ):
@@ -144,8 +144,13 @@ def _first(batches: Iterator[ExampleBatch], most: int | None) -> Iterator[Exampl
 
 
 @contextmanager
-def _untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Put random states and buffers back at the end of a ``with`` block."""
+def untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Put random states and buffers back at the end of a ``with`` block.
+
+    Args:
+        model: whose buffers.
+        device: whose random state, beside that of the CPU.
+    """
     buffers = {name: value.clone() for name, value in model.named_buffers()}
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:

@@ -20,7 +20,6 @@ from gem.train.progress import StepBar
 from gem.train.rank_times import RankRows
 from gem.train.run import Run, reduced_counters
 from gem.train.run_log import RunLog
-from gem.train.step import Scored
 from gem.train.table_counts import counter_names, counts_by_table, taken_counts
 from gem_opkit.ceilings import device_name, device_peak, share_of_peak
 from gem_opkit.errors import DataError, MeasurementError, refusal
@@ -176,8 +175,9 @@ def flush(run: Run) -> None:
         # One rank counts the steps: their sum has to mean the same on any number of ranks.
         counted = int(taken and run.world.is_first)
         _add(state.counters, loss=loss if taken else 0.0, loss_steps=counted, flops=flops)
-        if step <= steps_a_pass:  # later passes have seen the labels
-            _score(run, batch, scored)
+        # Later passes have seen the labels; a run that waits for labels scores rows at their time.
+        if step <= steps_a_pass and run.wait is None:
+            add_scores(run, batch, scored.p_BA.cpu().numpy(), faulty=scored.fault is not None)
     for name, amount in taken_counts(state.model):
         _add(state.counters, **{name: amount})
     run.pending.clear()
@@ -193,13 +193,19 @@ def flush(run: Run) -> None:
     run.tokens_here += tokens
 
 
-def _score(run: Run, batch: ExampleBatch, scored: Scored) -> None:
-    """Add the predictions of a step to the progressive metrics, where they are numbers."""
+def add_scores(run: Run, batch: ExampleBatch, p_BA: np.ndarray, *, faulty: bool = False) -> None:
+    """Add predictions to the progressive metrics.
+
+    Args:
+        run: whose.
+        batch: this rank's slice.
+        p_BA: their probabilities, float32.
+        faulty: whether some may be no numbers; these are left out.
+    """
     state = run.state
     state.histories.add(batch)
     mask_BA = batch.label_mask_BA.numpy()
-    p_BA = scored.p_BA.cpu().numpy()
-    if scored.fault is not None:
+    if faulty:
         usable_BA = np.isfinite(p_BA)
         mask_BA, p_BA = mask_BA & usable_BA, np.where(usable_BA, p_BA, np.float32(0.5))
     state.metrics.current.update(

@@ -4,9 +4,10 @@ Ids are sorted out at the beginning of a step, on a stream of their own; rows ar
 this step has moved them, while the dense optimizer runs. So the next step finds what it would have
 found by itself, to the last bit, and its forward pass does not begin with a lookup.
 
-On several ranks rows are read in the forward pass. What comes ahead are the sizes of the messages,
-which the host has to know: they are told behind the lookup of the step before, so that no host
-waits for its device and all can queue work ahead of it.
+On several ranks the sizes of the messages, which the host has to know, are told behind the lookup of
+the step before, so that no host waits for its device and all can queue work ahead of it. Once rows
+have moved, ids and vectors travel beside the dense optimizer; but rows of fully sharded tables,
+which are whole in a pass alone, are fetched in the forward pass.
 
 Reading rows earlier, and mending those that this step moves, was left aside: the popular rows are
 in most batches, and mending them reads them again.
@@ -57,6 +58,7 @@ class LookupAhead:
         if self._tables is not None and self._tables.engine.starts_ahead and parts == 1:
             self._engine = self._tables.engine
         self._reads = self._engine is not None and self._engine.reads_ahead
+        self._fetches = self._engine is not None and self._engine.fetches_ahead
         # Where rows cannot be read ahead: a batch whose ids are still to be told.
         self._expected: ExampleBatch | None = None
         self.on = self._engine is not None and device.type == "cuda"
@@ -111,13 +113,18 @@ class LookupAhead:
             self._tables.hold(own.started)
 
     def read(self) -> None:
-        """Read the rows of the batch that comes next. To be called once rows have moved."""
-        if not self._coming or self._engine is None or not self._reads:
+        """Read the rows of the batch that comes next. To be called once rows have moved.
+
+        Every rank has to call it where rows have to travel.
+        """
+        if not self._coming or self._engine is None:
             return
         own = self._coming[0]
-        with self._beside():
-            self._engine.read_ahead(own.started)
-            own.done = self._now()
+        if self._reads or self._fetches:
+            with self._beside():
+                read = self._engine.read_ahead if self._reads else self._engine.fetch_ahead
+                read(own.started)
+                own.done = self._now()
 
     @contextmanager
     def _beside(self) -> Iterator[None]:

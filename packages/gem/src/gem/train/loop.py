@@ -11,6 +11,7 @@ from gem.data.batch import ExampleBatch
 from gem.report.page import write_report
 from gem.train.clock import StepClock
 from gem.train.diagnostics import Diagnostics
+from gem.train.given_versions import with_versions
 from gem.train.held_out import finish
 from gem.train.inputs_ahead import Arrived, copied_ahead, pinned
 from gem.train.interim import check_interim, evaluate, is_due
@@ -30,6 +31,8 @@ from gem.train.run import (
 from gem.train.run_folder import check_folder, held_folder, record_config
 from gem.train.run_log import RunLog
 from gem.train.saving import Saver, out_of_range, state_is_finite
+from gem.train.scored_in_time import ScoredInTime, scored_in_time
+from gem.train.start_tables import start_tables
 from gem.train.step import Scored
 from gem.train.trace import Trace
 from gem_opkit.ceilings import device_name
@@ -68,6 +71,7 @@ def train(
         Interrupted: a signal came, or the time was up; the newest checkpoint holds everything.
     """
     stop = StopRequest(config.train.wall_limit_s)
+    config = with_versions(config)
     with (
         process_group(config.train.device) as world,
         torch_settings(config.train),
@@ -82,6 +86,8 @@ def train(
             continue_run(run)
             if not world.is_first:  # a checkpoint holds the sum over ranks
                 out_of_range(run).zero_()
+        if not run.state.step:
+            start_tables(run)
         diagnostics = Diagnostics(run)
         diagnostics.write(run)
         run.stop = stop
@@ -142,7 +148,7 @@ def _train_steps(run: Run, rows: LogRows, saver: Saver, trace: Trace) -> None:
         )
     bar = run.display.bar("train", run.total_steps, state.step)
     run.step.model.train()
-    with bar:
+    with bar, scored_in_time(run) as scorer:
         if is_due(run):  # the run was stopped amid it
             _evaluate_and_save(run, rows, saver, bar)
         while not run.trained:
@@ -151,7 +157,7 @@ def _train_steps(run: Run, rows: LogRows, saver: Saver, trace: Trace) -> None:
             with read_ahead(pinned(source, device), spec) as batches:
                 arriving = copied_ahead(batches, device, run.step.ahead.stream)
                 for batch in _timed(arriving, run.clock):
-                    _one_step(run, batch, saver)
+                    _one_step(run, batch, saver, scorer)
                     trace.step()
                     _after_step(run, rows, saver, bar)
                     if run.trained:
@@ -200,8 +206,10 @@ def _timed(batches: Iterator[Arrived], clock: StepClock) -> Iterator[Arrived]:
         yield batch
 
 
-def _one_step(run: Run, arrived: Arrived, saver: Saver) -> None:
+def _one_step(run: Run, arrived: Arrived, saver: Saver, scorer: ScoredInTime | None) -> None:
     state, batch = run.state, arrived.host
+    if scorer is not None:
+        scorer.before_step()
     if arrived.following is not None:
         run.step.expect(arrived.following)
     scored = run.step(arrived.there, state.step)
@@ -211,6 +219,8 @@ def _one_step(run: Run, arrived: Arrived, saver: Saver) -> None:
         _not_taken(run, batch, scored, saver)
     state.step += 1
     run.pending.append((state.step, batch, scored))
+    if scorer is not None:
+        scorer.after_step()
     run.clock.end_step()
 
 

@@ -8,6 +8,7 @@ those in ``predictions.json`` come from the one evaluation path.
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,12 @@ from gem.data.prepare import default_folder
 from gem.data.whole_folder import begin_folder, complete_folder, hidden_folder, is_free
 from gem.train.evaluate import ParquetRows, Predictions, constant_column, domain_column
 from gem.train.held_out import HELD_OUT, evaluate_splits
+from gem.train.model_fingerprint import fingerprint_of
 from gem.train.progress import Display
+from gem.train.progressive import predict_progressively
 from gem.train.run import DATA_ROOT, PREDICTIONS_FILE, Run
 from gem.train.saved_run import SavedRun, saved_run
+from gem.train.step import averaged_weights
 from gem.train.summary import write_json
 from gem_opkit.errors import ConfigError, DataError, refusal
 
@@ -37,6 +41,7 @@ def predict(
     *,
     embeddings: bool = False,
     splits: Sequence[str] = HELD_OUT,
+    progressive: bool = False,
     display: Display | None = None,
     data_root: Path = DATA_ROOT,
 ) -> dict[str, Any]:
@@ -54,14 +59,18 @@ def predict(
             linear shortcut from the continuous inputs to the logits, where the recipe has one, is
             not in it.
         splits: names of splits of the data set. Rows of ``train`` were trained on, so their
-            predictions are better than those of new rows.
+            predictions are better than those of new rows, unless they are progressive.
+        progressive: predict each row of ``train`` by the newest checkpoint that had learned from
+            nothing known later than the row; rows before the first one are left out. What a
+            student may learn from.
         display: shows the progress; none: silent.
         data_root: as in `gem.train.loop.train`.
 
     Returns:
         The content of ``predictions.json``: ``{format, version, dataset, recipe, seed, checkpoint,
-        steps, total_steps, finished, averaged_weights, tasks, domains, splits -> rows,
-        embedding_dim, metrics}``. ``finished`` is False where the run had steps to go.
+        fingerprint, steps, total_steps, finished, averaged_weights, progressive, tasks, domains,
+        splits -> rows, embedding_dim, metrics}``. ``fingerprint`` is that of the weights of the
+        newest checkpoint. ``finished`` is False where the run had steps to go.
 
     Raises:
         ConfigError: no run there, an unknown split, or a folder in use.
@@ -71,16 +80,26 @@ def predict(
     with saved_run(run, command="gem predict", display=display, data_root=data_root) as saved:
         _check_splits(splits, saved.run)
         with _whole_or_absent(out, write=saved.run.world.is_first) as work:
-            manifest = _write(saved, work, splits, data_root, embeddings=embeddings)
+            taken = _Asked(tuple(splits), embeddings=embeddings, progressive=progressive)
+            manifest = _write(saved, work, taken, data_root)
         rows = sum(manifest["splits"].values())
         saved.run.display.stage(f"{rows:,} predictions in {out / PREDICTIONS_FILE}")
         return manifest
 
 
-def _write(
-    saved: SavedRun, work: Path, splits: Sequence[str], data_root: Path, *, embeddings: bool
-) -> dict[str, Any]:
-    run = saved.run
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What is written."""
+
+    splits: tuple[str, ...]
+    embeddings: bool
+    progressive: bool
+
+
+def _write(saved: SavedRun, work: Path, asked: _Asked, data_root: Path) -> dict[str, Any]:
+    run, splits = saved.run, asked.splits
+    with averaged_weights(run.step.model, run.step.ema):
+        fingerprint = fingerprint_of(run.step.model) if run.world.size == 1 else None
     table = _Table(run, work / PREDICTIONS_FILE, data_root) if run.world.is_first else None
     rows = dict.fromkeys(splits, 0)
     width: int | None = None
@@ -94,7 +113,12 @@ def _write(
             table.write(split, found)
 
     try:
-        metrics = evaluate_splits(run, splits, sink=take, embeddings=embeddings)
+        metrics: dict[str, Any] = {}
+        by_snapshots = asked.progressive and "train" in splits
+        if by_snapshots:
+            metrics["train"] = predict_progressively(run, take, embeddings=asked.embeddings)
+        others = [split for split in splits if split != "train" or not by_snapshots]
+        metrics |= evaluate_splits(run, others, sink=take, embeddings=asked.embeddings)
     finally:
         if table is not None:
             table.close()
@@ -105,6 +129,8 @@ def _write(
         "recipe": run.config.name,
         "seed": run.config.seed,
         "checkpoint": str(saved.checkpoint),
+        "fingerprint": fingerprint,
+        "progressive": asked.progressive,
         "steps": run.state.step,
         "total_steps": run.total_steps,
         "finished": saved.finished,

@@ -41,8 +41,6 @@ class OwnTime:
         units = dense_units(model)
         for name in units:
             unit = model.get_submodule(name)
-            if unit._compiled_call_impl is not None:
-                continue  # hooks would be traced into its graph
             if any(name.startswith(f"{other}.") for other in units):
                 # A mixture inside a layer: before what gathers its weights, and after it.
                 unit.register_forward_pre_hook(self._pause, prepend=True)

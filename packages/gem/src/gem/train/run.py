@@ -34,6 +34,7 @@ from gem.train.guard import Guard
 from gem.train.history_counts import HistoryCounts
 from gem.train.idle_keys import idle_keys, refuse_copies
 from gem.train.interrupt import StopRequest
+from gem.train.label_delay import Wait, told, wait_of
 from gem.train.loop_state import LoopState
 from gem.train.metrics import MetricBlock, MetricStream
 from gem.train.progress import Display
@@ -77,6 +78,7 @@ class Run:
         held_out: split -> metric state, once it has been evaluated.
         stop: what asks for an early end; None where nothing does.
         works: of this rank in the steps that the log has no row of yet.
+        wait: when rows are trained on; None where that is at once.
     """
 
     config: RunConfig
@@ -95,6 +97,7 @@ class Run:
     held_out: dict[str, MetricBlock] = field(default_factory=dict)
     stop: StopRequest | None = None
     works: StepWorks = field(default_factory=StepWorks)
+    wait: Wait | None = None
 
     @property
     def spec(self) -> TrainSpec:
@@ -209,7 +212,8 @@ def build_run(
     # Ranks start from equal weights and then draw dropout masks of their own.
     torch.manual_seed((config.seed + 0x9E3779B97F4A7C15 * (world.rank + 1)) % 2**63)
     clock = StepClock(world.device)
-    total_steps = reader.steps("train") * spec.passes
+    wait = wait_of(reader, spec)
+    total_steps = reader.steps("train") * spec.passes if wait is None else wait.steps
     loop = LoopState()
     guard = Guard(spec.guard, world, loop)
     step = TrainStep(
@@ -233,6 +237,14 @@ def build_run(
         display.stage(f"plan: {_told(plan, step)}")
     for line in idle_keys(step):
         display.stage(line)
+    if wait is not None:
+        display.stage(told(wait))
+    for name, facts in reader.embedding_facts("train").items():
+        display.stage(
+            f"embeddings {name}: {facts['known_frac']:.1%} of the training rows have one, "
+            f"{facts['age_hours_median']:.1f} h old in the middle, "
+            f"{facts['age_hours_p90']:.1f} h in nine of ten"
+        )
     window = MetricStream(schema.labels, schema.domains, spec.window_steps // spec.log_every_steps)
     histories = HistoryCounts(schema.streams)
     state = TrainState(
@@ -255,6 +267,7 @@ def build_run(
         state,
         clock,
         total_steps,
+        wait=wait,
     )
 
 

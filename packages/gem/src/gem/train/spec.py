@@ -113,6 +113,15 @@ class WandbSpec(Contract):
     )
 
 
+class StartTablesSpec(Contract):
+    """Tables that begin as those of another run, such as a teacher's."""
+
+    run: str = Field(description="folder of the other run")
+    tables: tuple[str, ...] | None = Field(
+        default=None, description="which; none given: all that both have by the same name"
+    )
+
+
 class TrainSpec(Contract):
     """One training run: batches, optimizers, schedule, checkpoints and logs."""
 
@@ -138,6 +147,11 @@ class TrainSpec(Contract):
         ge=0,
         description="pull of the rows that a step looked up towards 0, once a step however often; "
         "it holds back rare ids most",
+    )
+    label_delay: Literal["none", "wait"] = Field(
+        default="none",
+        description="wait: a row is scored at its time and trained on once all of its labels are "
+        "known, by the longest visible_after_ms of the data set's labels; none: in the same step",
     )
     dense: DenseOptimizerSpec = Field(
         default=DenseOptimizerSpec(), description="optimizer of everything but the tables"
@@ -208,6 +222,9 @@ class TrainSpec(Contract):
     predictions: bool = Field(
         default=False, description="write predictions.parquet for the valid and test rows"
     )
+    start_tables: StartTablesSpec | None = Field(
+        default=None, description="tables that begin as those of another run; none: fresh rows"
+    )
     guard: GuardSpec = Field(
         default=GuardSpec(), description="loss or gradients that are no numbers, and jumps"
     )
@@ -250,6 +267,20 @@ class TrainSpec(Contract):
         return self
 
     @model_validator(mode="after")
+    def _labels_are_waited_for_once(self) -> Self:
+        if self.label_delay == "wait" and self.passes > 1:
+            raise ConfigError(
+                refusal(
+                    "train",
+                    "label_delay",
+                    must='be "none" with several passes, in which no label is late',
+                    got=f"{self.label_delay!r} with passes={self.passes}",
+                    fix="set train.passes=1, or leave it out",
+                )
+            )
+        return self
+
+    @model_validator(mode="after")
     def _early_stop_has_evaluations(self) -> Self:
         if self.interim.stop_after is not None and self.interim.every_steps is None:
             raise ConfigError(
@@ -285,6 +316,22 @@ class MemorySpec(Contract):
         description="size from which an activation counts as large; below the default, packing "
         "takes longer than the memory is worth, but shows what it does to a small model",
     )
+
+    @model_validator(mode="after")
+    def _what_is_large_is_packed(self) -> Self:
+        # A resolved recipe names every key: only another size than the default says something.
+        default = type(self).model_fields["pack_above_bytes"].default
+        if self.kept == "as_is" and self.pack_above_bytes != default:
+            raise ConfigError(
+                refusal(
+                    "memory",
+                    "pack_above_bytes",
+                    must="come with memory.kept, the format that activations are packed to",
+                    got=f"{self.pack_above_bytes} with kept = {self.kept!r}",
+                    fix='set memory.kept to "fp8" or "fp4", or leave it out',
+                )
+            )
+        return self
 
 
 class ParallelSpec(ParallelPlan):
@@ -332,14 +379,16 @@ class ParallelSpec(ParallelPlan):
     )
     gathers: Literal["nccl", "copy_engine", "measured"] = Field(
         default="nccl",
-        description="how cut parameters are gathered: nccl; copy_engine, by the copy engines of "
-        "one host's GPUs from 4 MiB a rank on, refused elsewhere; measured, by these from the size "
-        "on from which they are faster, timed at the start, and by NCCL where there are none",
+        description="how cut parameters, and slices of fully sharded tables, are gathered: nccl; "
+        "copy_engine, by the copy engines of one host's GPUs from 4 MiB a rank on, refused "
+        "elsewhere; measured, by these from the size on from which they are faster, timed at the "
+        "start, and by NCCL where there are none",
     )
     overlap_sides: bool = Field(
         default=False,
         description="in transformer layers run the experts on a CUDA stream beside the event "
-        "streams; for plans that neither shard nor spread experts",
+        "streams; for plans that do not shard. Where experts are spread, what they exchange then "
+        "travels beside the event streams, too",
     )
     follow_ranks: bool = Field(
         default=False,
@@ -379,15 +428,15 @@ class ParallelSpec(ParallelPlan):
 
     @model_validator(mode="after")
     def _sides_are_whole(self) -> Self:
-        if self.overlap_sides and (self.shard > 1 or self.expert > 1):
+        if self.overlap_sides and self.shard > 1:
             raise UnsupportedError(
                 refusal(
                     "recipe",
                     "parallel.overlap_sides",
-                    must="be false where dense parameters are gathered: their memory is given back "
-                    "without waiting for a second stream",
-                    got=f"true with parallel.shard={self.shard}, parallel.expert={self.expert}",
-                    fix="leave it out, or give the ranks to parallel.replicate",
+                    must="be false where parameters of experts are gathered: their memory is given "
+                    "back without waiting for a second stream",
+                    got=f"true with parallel.shard={self.shard}",
+                    fix="leave it out, or give the ranks to parallel.replicate or parallel.expert",
                 )
             )
         return self

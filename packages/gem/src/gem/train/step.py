@@ -28,8 +28,10 @@ from gem.model.build import (
     late_layers,
     only_multiplies_vectors,
     overlap_sides,
+    refuse_cut_sides,
 )
-from gem.model.heads import known_weight, multi_task_loss
+from gem.model.gem import GemModel
+from gem.model.heads import auxiliary_loss, known_weight, multi_task_loss, probabilities
 from gem.model.sharded_tables import ShardedTables
 from gem.model.structure import loss_weights
 from gem.train.clock import StepClock
@@ -158,6 +160,8 @@ class TrainStep:
             stand_ins=self._stand_ins if self._reads_working_weights(config) else None,
         )
         self.wrapped = self.parallel.module
+        if self.plan.overlap_sides:
+            refuse_cut_sides(model)
         self.gathers = gather_by_copy_engines(
             self.wrapped,
             world.device,
@@ -245,8 +249,6 @@ class TrainStep:
             self.world.device.type == "cuda"
             and config.precision.formats() == ("bf16_autocast",)
             and self.spec.accumulation_parts == 1  # else gradients would add up in bf16
-            # Nothing traces a weight whose gradient has another format, as evaluations would.
-            and self.spec.compile == "off"
         )
 
     def _stand_ins(self, whole: Mapping[str, nn.Parameter]) -> Mapping[nn.Parameter, Tensor]:
@@ -266,6 +268,7 @@ class TrainStep:
         """Logits and loss of a batch, run in parts whose gradients add up."""
         self.clock.mark("forward")
         known_A = all_reduce_sum(known_weight(batch), self.world)
+        known_K = self._auxiliary_known(batch)
         for optimizer in self.optimizers.values():
             optimizer.zero_grad(set_to_none=True)
         logits: list[Tensor] = []
@@ -278,13 +281,16 @@ class TrainStep:
             # Ranks exchange gradients in the last part alone: they hold the sum by then.
             with self.parallel.no_sync() if place < parts else nullcontext():
                 with self.precision():
-                    logits_BA = (
+                    found = (
                         self.wrapped(part)
                         if self.working is None
                         else self.working.forward(self.wrapped, part)
                     )
                 # Divided by the weights of the whole batch: the parts' losses add up to its loss.
+                logits_BA, sum_K = found if isinstance(found, tuple) else (found, None)
                 loss = multi_task_loss(logits_BA, part, self.task_weights, known_A=known_A)
+                if sum_K is not None and known_K is not None:
+                    loss = loss + auxiliary_loss(sum_K, known_K)
                 self.clock.mark("backward")
                 # Gradients are averaged over ranks, and what is wanted is their sum.
                 (loss * self.world.size).backward()
@@ -295,6 +301,11 @@ class TrainStep:
         if parts == 1:
             return logits[0], losses[0]
         return torch.cat(logits), torch.stack(losses).sum()
+
+    def _auxiliary_known(self, batch: ExampleBatch) -> Tensor | None:
+        """Denominators of the losses that a model has of its own, over all ranks."""
+        known_K = self.model.auxiliary_known(batch) if isinstance(self.model, GemModel) else None
+        return None if known_K is None else all_reduce_sum(known_K, self.world)
 
     def _update(self, step: int, norms: list[Tensor] | None) -> Tensor | None:
         self.clock.mark("tables")
@@ -399,18 +410,6 @@ def plan_of(config: RunConfig, world: World) -> ParallelSpec:
     if plan.table_engine is None and alone and by_place:
         return plan.model_copy(update={"table_engine": "torch"})
     return plan
-
-
-def probabilities(logits_BA: Tensor) -> Tensor:
-    """What all metrics and predictions are made of.
-
-    Args:
-        logits_BA: float32.
-
-    Returns:
-        p_BA, float32: the sigmoid in float64, rounded once.
-    """
-    return torch.sigmoid(logits_BA.double()).float()
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from gem_embeddings.plan import plan_tables
 from gem_embeddings.planning.spec import PlanningSpec
 from gem_embeddings.tables import EmbeddingTables
 from gem_opkit.errors import ConfigError, refusal
+from gem_parallel.copy_engine.choose import GatherChoice
 from gem_parallel.launch import World
 
 # Part of the longest history that an example is planned to have.
@@ -55,6 +56,7 @@ def shard_tables(
         wire_dtype=plan.table_wire_dtype,
         replicas=plan.table_replicas,
         single_pass=config.train.accumulation_parts == 1,
+        gathers=GatherChoice(plan.gathers, named=("recipe", "parallel.gathers"), what="tables"),
     )
     names = {id(weight): name for name, weight in own.weights.items()}
     weights = zip(own.specs, own.table_parameters(), strict=True)
@@ -119,6 +121,7 @@ def table_plan(
             allowed=dict(plan.table_sharding),
             table_shard=plan.table_shard,
             table_replicate=plan.table_replicate,
+            table_copies=plan.table_copies,
             fully_sharded=plan.fully_sharded_tables,
             wire_dtype=plan.table_wire_dtype,
         ),

@@ -104,7 +104,7 @@ def _of_engine(engine: TableEngine) -> list[dict[str, Any]]:
 def _counts_here(engine: TableEngine, spec: TableSpec) -> bool:
     """Whether no rank before this one holds the same part of a table."""
     plan = engine.plan
-    member, replica = divmod(engine.world.rank, plan.table_replicate)
+    member, replica = plan.place_of(engine.world.rank)
     first_copy = plan.fully_sharded or replica == 0
     placement = next(p for p in plan.placements if p.table_name == spec.name)
     return first_copy and (placement.sharding != "replicated" or member == 0)

@@ -1,8 +1,6 @@
 """Let the units of a sharded model gather their parameters by the copy engines."""
 
-import logging
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -11,16 +9,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from gem_opkit.errors import UnsupportedError, refusal
-from gem_parallel.copy_engine.buffers import BufferPool, SharedBuffer, SymmetricBuffer
+from gem_parallel.copy_engine.buffers import BufferPool, SharedBuffer
+from gem_parallel.copy_engine.choose import GatherChoice, GatherWay
 from gem_parallel.copy_engine.gather import CopyEngineGather, UnitGather
-from gem_parallel.copy_engine.reach import break_even, measure, why_not
-
-GatherWay = Literal["nccl", "copy_engine", "measured"]
-# From which size ``copy_engine`` copies. Two H200 gather faster so from 2 MiB on, by the row of
-# results/h200x2/copy_engine.jsonl; below, launches decide, and times move from run to run.
-LARGE_BYTES = 4 * 2**20
-
-_log = logging.getLogger(__name__)
 
 
 def gather_by_copy_engines(
@@ -42,7 +33,7 @@ def gather_by_copy_engines(
         way: ``nccl`` leaves all as it is; ``copy_engine`` copies whatever is large, and is refused
             where that cannot be; ``measured`` times both first and copies from the size on from
             which that is faster, or not at all, and says so in the log.
-        at_least_bytes: of one rank, in place of `LARGE_BYTES` or of what is measured.
+        at_least_bytes: of one rank, in place of what is large or of what is measured.
         make: makes a shared buffer of a number of bytes for a group; None for torch's symmetric
             memory, which only GPUs of one host have.
         named: what a refusal calls the operator and its argument: the caller's own words.
@@ -56,12 +47,13 @@ def gather_by_copy_engines(
     """
     if way == "nccl":
         return {}
+    choice = GatherChoice(way, at_least_bytes, make, named)
     units = _units(module)
     groups: dict[dist.ProcessGroup, CopyEngineGather | None] = {}
     found: dict[str, CopyEngineGather] = {}
     for name, (unit, group) in units.items():
         if group not in groups:
-            groups[group] = _of_group(group, device, way, at_least_bytes, make, named)
+            groups[group] = _of_group(group, device, choice)
         gathers = groups[group]
         if gathers is None:
             continue
@@ -80,43 +72,13 @@ def gather_by_copy_engines(
 
 
 def _of_group(
-    group: dist.ProcessGroup,
-    device: torch.device,
-    way: GatherWay,
-    at_least_bytes: int | None,
-    make: Callable[[dist.ProcessGroup, int], SharedBuffer] | None,
-    named: tuple[str, str],
+    group: dist.ProcessGroup, device: torch.device, choice: GatherChoice
 ) -> CopyEngineGather | None:
-    reason = why_not(group, device) if make is None else None
-    if reason is not None:
-        if way == "copy_engine":
-            raise UnsupportedError(
-                refusal(
-                    *named,
-                    must='be "nccl" or "measured" here',
-                    got=f'"copy_engine"; {reason}',
-                    fix='take "measured", which uses NCCL where it has to',
-                )
-            )
-        _log.info("parameters are gathered by NCCL: %s", reason)
+    at_least_bytes = choice.from_bytes(group, device)
+    if at_least_bytes is None:
         return None
-    if at_least_bytes is None and way == "measured":
-        measured = measure(group, device)
-        at_least_bytes = break_even(measured)
-        rates = ", ".join(
-            f"{m.part_bytes / 2**20:.0f} MiB: {m.nccl_ms:.3f} and {m.copy_ms:.3f} ms"
-            for m in measured
-        )
-        said = "never" if at_least_bytes is None else f"from {at_least_bytes / 2**20:.0f} MiB on"
-        _log.info("copy engines faster than NCCL %s (a rank, NCCL and copies: %s)", said, rates)
-        if at_least_bytes is None:
-            return None
-    at_least_bytes = LARGE_BYTES if at_least_bytes is None else at_least_bytes
-
-    def buffer(bytes_: int) -> SharedBuffer:
-        return SymmetricBuffer(group, bytes_, device) if make is None else make(group, bytes_)
-
-    return CopyEngineGather(group, BufferPool(buffer), at_least_bytes)
+    pool = BufferPool(lambda bytes_: choice.buffer(group, bytes_, device))
+    return CopyEngineGather(group, pool, at_least_bytes)
 
 
 def _units(module: nn.Module) -> dict[str, tuple[FSDPModule, dist.ProcessGroup]]:

@@ -92,7 +92,7 @@ def _span(plan: ParallelPlan, axis: str) -> tuple[int, int]:
         return plan.shard * plan.expert, 1
     if axis == "replicate_shard":
         return plan.replicate * plan.shard, plan.expert
-    for axes in (DENSE_AXES, SPARSE_AXES):
+    for axes in (DENSE_AXES, plan.sparse_axes()):
         if axis in axes:
             inner = axes[axes.index(axis) + 1 :]  # pyright: ignore[reportArgumentType]
             return getattr(plan, axis), math.prod(getattr(plan, name) for name in inner)

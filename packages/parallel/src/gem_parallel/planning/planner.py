@@ -21,6 +21,8 @@ _PLAIN = ParallelPlan()
 _PAIRED = 6
 # Each part of each table is placed, under each plan of the tables: more ranks take minutes.
 MOST_RANKS = 16_384
+# What a plan says of tables beside their axes.
+_OF_TABLES = ("fully_sharded_tables", "table_copies")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,10 @@ def dense_plans(work: Work, ranks: int, like: ParallelPlan = _PLAIN) -> Iterator
 
 
 def table_plans(topology: Topology) -> Iterator[ParallelPlan]:
-    """Every way to spread tables whose copies are neighbours that fill hosts or divide one.
+    """Every way to spread tables.
+
+    Copies are neighbours that fill hosts or divide one; or they lie far apart, where there are
+    several hosts, and each fills hosts or divides one.
 
     Args:
         topology: hosts.
@@ -120,15 +125,21 @@ def table_plans(topology: Topology) -> Iterator[ParallelPlan]:
     """
     ranks, host = topology.world_size, topology.ranks_per_host
     for copies in divisors(ranks):
-        if host % copies and copies % host:
-            continue
-        for fully in (False, True) if copies > 1 else (False,):
-            yield ParallelPlan(
-                replicate=ranks,
-                table_shard=ranks // copies,
-                table_replicate=copies,
-                fully_sharded_tables=fully,
-            )
+        parts = ranks // copies
+        for where, inner in (("near", copies), ("far", parts)):
+            if host % inner and inner % host:
+                continue
+            # Alike where only one of the two is cut, or one host holds all.
+            if where == "far" and (copies == 1 or parts == 1 or topology.hosts == 1):
+                continue
+            for fully in (False, True) if copies > 1 else (False,):
+                yield ParallelPlan(
+                    replicate=ranks,
+                    table_shard=parts,
+                    table_replicate=copies,
+                    table_copies=where,
+                    fully_sharded_tables=fully,
+                )
 
 
 def search(
@@ -137,7 +148,7 @@ def search(
     *,
     tables: TablesFor,
     rates: Rates,
-    fixed: Mapping[str, int | bool] | None = None,
+    fixed: Mapping[str, int | bool | str] | None = None,
     like: ParallelPlan = _PLAIN,
     most: int = 5,
 ) -> Search:
@@ -148,7 +159,8 @@ def search(
         topology: the machines.
         tables: what tables cost under a plan; raises ConfigError where they do not fit.
         rates: of the forecast.
-        fixed: axis, or ``fully_sharded_tables`` -> value that every plan must have.
+        fixed: axis, ``fully_sharded_tables`` or ``table_copies`` -> value that every plan must
+            have.
         like: what else than its axes every plan has, such as the format of its gathers.
         most: plans wanted.
 
@@ -200,6 +212,7 @@ def search(
                     "table_shard": plan.table_shard,
                     "table_replicate": plan.table_replicate,
                     "fully_sharded_tables": plan.fully_sharded_tables,
+                    "table_copies": plan.table_copies,
                 }
             )
             step = tables(whole, topology)
@@ -218,7 +231,7 @@ def search(
 
 def _once(tables: TablesFor) -> TablesFor:
     """Ask for each cut of the tables once: many plans have the same."""
-    known: dict[tuple[int, int, int, bool], TableStep] = {}
+    known: dict[tuple[int, int, int, bool, str], TableStep] = {}
 
     def ask(plan: ParallelPlan, topology: Topology) -> TableStep:
         key = (
@@ -226,6 +239,7 @@ def _once(tables: TablesFor) -> TablesFor:
             plan.table_shard,
             plan.table_replicate,
             plan.fully_sharded_tables,
+            plan.table_copies,
         )
         if key not in known:
             known[key] = tables(plan, topology)
@@ -238,14 +252,14 @@ def _table_forecasts(
     topology: Topology,
     tables: TablesFor,
     rates: Rates,
-    fixed: Mapping[str, int | bool],
+    fixed: Mapping[str, int | bool | str],
     refused: dict[str, int],
 ) -> list[tuple[ParallelPlan, Forecast]]:
     """Forecasts of the tables alone, as if the model had no dense part."""
     nothing = Work(name="tables", units=(), examples=0, tokens=0)
     found: list[tuple[ParallelPlan, Forecast]] = []
     for plan in table_plans(topology):
-        if not _has(plan, fixed, (*SPARSE_AXES, "fully_sharded_tables")):
+        if not _has(plan, fixed, (*SPARSE_AXES, *_OF_TABLES)):
             continue
         try:
             step = tables(plan, topology)
@@ -265,12 +279,12 @@ def _varied(dense: Sequence[Forecast]) -> list[Forecast]:
     return chosen if least in chosen else [*chosen, least]
 
 
-def _has(plan: ParallelPlan, fixed: Mapping[str, int | bool], names: Sequence[str]) -> bool:
+def _has(plan: ParallelPlan, fixed: Mapping[str, int | bool | str], names: Sequence[str]) -> bool:
     return all(getattr(plan, name) == fixed[name] for name in names if name in fixed)
 
 
-def _check_fixed(fixed: Mapping[str, int | bool]) -> None:
-    known = (*DENSE_AXES, *SPARSE_AXES, "fully_sharded_tables")
+def _check_fixed(fixed: Mapping[str, int | bool | str]) -> None:
+    known = (*DENSE_AXES, *SPARSE_AXES, *_OF_TABLES)
     for name in fixed:
         if name not in known:
             raise ConfigError(
@@ -285,7 +299,7 @@ def _check_fixed(fixed: Mapping[str, int | bool]) -> None:
 
 
 def _nothing(
-    fixed: Mapping[str, int | bool],
+    fixed: Mapping[str, int | bool | str],
     topology: Topology,
     work: Work,
     refused: Mapping[str, int],

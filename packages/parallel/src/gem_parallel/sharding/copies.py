@@ -93,6 +93,7 @@ class CopiedGradients:
             self._next = 0
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         self._waiting[index] -= 1
+        self._buckets[index].note_stream()
         # In one order on every rank, whatever order the gradients come in.
         while self._next < len(self._buckets) and self._waiting[self._next] == 0:
             self._buckets[self._next].send()
@@ -158,6 +159,13 @@ class _Bucket:
                 p.grad, p.grad_dtype = None, leaf.dtype if group is None else self._dtype
         self._flat: Tensor | None = None
         self._work: dist.Work | None = None
+        # That gradients came on: parts of a model may run beside each other.
+        self._streams: set[torch.cuda.Stream] = set()
+
+    def note_stream(self) -> None:
+        """Remember the stream that a gradient has come on."""
+        if self._group is not None and self.parameters[0].is_cuda:
+            self._streams.add(torch.cuda.current_stream(self.parameters[0].device))
 
     def gradients(self) -> list[Tensor]:
         return [p.grad for p in self.parameters if p.grad is not None]
@@ -166,6 +174,7 @@ class _Bucket:
     def send(self) -> None:
         if self._group is None:
             return
+        self._meet_streams()
         first = self.leaves[0].grad
         alone = len(self.leaves) == 1 and first is not None and first.is_contiguous()
         if first is not None and alone and first.dtype == self._dtype:
@@ -176,6 +185,19 @@ class _Bucket:
             for leaf in self.leaves:
                 leaf.grad = None  # its memory is free for the layers before
         self._work = dist.all_reduce(self._flat, op=self._op, group=self._group, async_op=True)
+
+    def _meet_streams(self) -> None:
+        """Let the current stream wait for the others that gradients came on."""
+        streams, self._streams = self._streams, set()
+        if not streams:
+            return
+        current = torch.cuda.current_stream(self.parameters[0].device)
+        for stream in streams - {current}:
+            current.wait_stream(stream)
+            for leaf in self.leaves:
+                # Read here, and given back where it was made.
+                if leaf.grad is not None:
+                    leaf.grad.record_stream(current)
 
     def _joined(self) -> Tensor:
         """Put gradients behind each other, in the dtype of the sum; zeros for one that is not."""

@@ -84,10 +84,18 @@ class Hashes:
 
     def ids(self, texts: pa.Array) -> np.ndarray:
         """Ids of texts, int64, one each; -1 for a null."""
-        return _by_distinct(texts, _hashed, MISSING_HASH)
+        return _by_distinct(texts, text_hash, MISSING_HASH)
 
 
-def _hashed(text: str) -> int:
+def text_hash(text: str) -> int:
+    """The id of a text in a table with hashed ids.
+
+    Args:
+        text: as in the raw table.
+
+    Returns:
+        a whole number itself, and of any other text 63 bits of its hash.
+    """
     # Only as it would be written again: 007 and 7 are two texts. -1 is the missing one's.
     if len(text) <= 18 and text.isascii() and text.isdigit() and (text == "0" or text[0] != "0"):
         return int(text)

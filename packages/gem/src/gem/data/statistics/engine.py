@@ -69,7 +69,7 @@ class StatisticsEngine:
         # one where the last training label is known.
         times = sources.times
         last = times[train[1] - 1] if train[1] > train[0] else 0
-        behind = int(np.searchsorted(times, last, side="right"))
+        self._behind = behind = int(np.searchsorted(times, last, side="right"))
         settled = int(np.searchsorted(times, last + max(state.delay_ms - 1, 0), side="right"))
         self._starts = _block_starts(times, block_rows, cuts=(behind, settled))
         # The first block where nothing is added or comes to be known any more.
@@ -107,6 +107,18 @@ class StatisticsEngine:
             cursor = StatisticsCursor(self, StatisticState(self._sources, self._plain))
             cursor.seek(row)
         return cursor
+
+    def trained_state(self) -> StatisticState:
+        """Walk over the training rows, and no further.
+
+        Returns:
+            a state of the caller's own, as the first row strictly later than the last training row
+            finds it; labels that are not known by then wait.
+        """
+        state = StatisticState(self._sources, self._plain)
+        for block in range(int(np.searchsorted(self._starts, self._behind))):
+            self.compute(state, block, outputs=False)
+        return state
 
     def forget(self) -> None:
         """Drop the state that lies ready; the next cursor makes one."""

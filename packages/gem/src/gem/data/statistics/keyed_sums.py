@@ -9,9 +9,12 @@ so what a row reads is the same to the last bit however the log is cut into bloc
 that happens later can change it, not even by rounding.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+
+from gem_opkit.errors import DataError, refusal
 
 FIXED_POINT = float(2**30)
 
@@ -84,6 +87,21 @@ class KeyedSums:
             the block; `close` can add it for good. Only one may be open at a time.
         """
         return OpenBlock(self._totals, self._first, keys, groups, values)
+
+    def saved(self) -> dict[str, np.ndarray]:
+        """The rows that hold anything; for `restore`."""
+        return _held(self._totals)
+
+    def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Hold what was saved, and nothing else.
+
+        Args:
+            arrays: of `saved`.
+
+        Raises:
+            DataError: they are of another number of keys.
+        """
+        _hold(self._totals, arrays)
 
 
 class OpenBlock:
@@ -210,3 +228,39 @@ class PairSums:
         self._totals[sorted_rows[starts]] += added[ends] - added[starts]
         totals += earlier
         return Reading(totals[:, 0], totals[:, 1])
+
+    def saved(self) -> dict[str, np.ndarray]:
+        """The rows that hold anything; for `restore`."""
+        return _held(self._totals)
+
+    def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Hold what was saved, and nothing else.
+
+        Args:
+            arrays: of `saved`.
+
+        Raises:
+            DataError: they are of another number of pairs.
+        """
+        _hold(self._totals, arrays)
+
+
+def _held(totals: np.ndarray) -> dict[str, np.ndarray]:
+    rows = np.flatnonzero(totals.any(axis=1))
+    size = np.asarray([len(totals)], np.int64)
+    return {"rows": rows, "totals": totals[rows], "size": size}
+
+
+def _hold(totals: np.ndarray, arrays: Mapping[str, np.ndarray]) -> None:
+    if int(arrays["size"][0]) != len(totals):
+        raise DataError(
+            refusal(
+                "statistics",
+                "saved sums",
+                must=f"be of {len(totals)} rows",
+                got=int(arrays["size"][0]),
+                fix="save them again with these declarations",
+            )
+        )
+    totals[:] = 0
+    totals[arrays["rows"]] = arrays["totals"]

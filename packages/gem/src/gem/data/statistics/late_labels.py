@@ -3,6 +3,7 @@
 A row of time t whose label is known d ms later is read by rows of time t + d and after.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,6 +42,7 @@ class LateLabels:
         self._delay_ms = visible_after_ms - 1
         none = np.empty(0, np.int64)
         self._waiting = self._left = _Additions(none, none, none)
+        self._learns = True
 
     def open(
         self,
@@ -64,6 +66,9 @@ class LateLabels:
             in the last group that does not know of it yet.
         """
         known = self._waiting.known_after < group_times[0]
+        if not self._learns:  # an earlier time may come later: what waits is not added for good
+            now = self._waiting.part(known)
+            return now.keys, np.zeros(len(now.keys), np.int64), now.values
         if known.any():
             flushed = self._waiting.part(known)
             groups = np.zeros(len(flushed.keys), np.int64)
@@ -75,6 +80,28 @@ class LateLabels:
         now = everything.part(within)
         groups = np.searchsorted(group_times, now.known_after, side="right") - 1
         return now.keys, groups, now.values
+
+    def saved(self) -> dict[str, np.ndarray]:
+        """What waits; for `restore`."""
+        waiting = self._waiting
+        return {
+            "late_keys": waiting.keys,
+            "late_values": waiting.values,
+            "late_known_after": waiting.known_after,
+        }
+
+    def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Wait with what was saved, and take nothing more.
+
+        Rows that are read from now on may come in any order of time; their groups are numbered
+        from 1, and what is known by then is in group 0.
+
+        Args:
+            arrays: of `saved`.
+        """
+        names = ("late_keys", "late_values", "late_known_after")
+        self._waiting = self._left = _Additions(*(arrays[name] for name in names))
+        self._learns = False
 
     def close(self, *, add: bool) -> None:
         """Leave the block.

@@ -1,5 +1,7 @@
 """Sums over pairs of a candidate and an event of its user. Part of `gem.data.statistics`."""
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from gem.data.sources import Sources
@@ -53,6 +55,21 @@ class Pairs:
             to_fixed(surprise[owners] * histories.residual),
             adds[owners] & histories.known,
         )
+
+    def saved(self) -> dict[str, np.ndarray]:
+        """Sums so far; for `restore`."""
+        return self._sums.saved()
+
+    def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Stand where other pairs stood.
+
+        Args:
+            arrays: of `saved`.
+
+        Raises:
+            DataError: they are of another number of pairs.
+        """
+        self._sums.restore(arrays)
 
     def affinity(self, prior: float) -> np.ndarray:
         """S / (C + prior) of each event with its row's candidate.

@@ -1,5 +1,6 @@
 """Smoothed rates and counts of keys, as of each row's time. Part of `gem.data.statistics`."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -174,6 +175,23 @@ class Counter:
         if self._open is None:
             raise RuntimeError("Counter.read: open a block first")
         return self._open.read(keys, groups)
+
+    def saved(self) -> dict[str, np.ndarray]:
+        """Sums so far, and labels that are not known yet; for `restore`."""
+        return self._sums.saved() | ({} if self._late is None else self._late.saved())
+
+    def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Stand where another counter stood, for reading alone.
+
+        Args:
+            arrays: of `saved`.
+
+        Raises:
+            DataError: they are of another number of keys.
+        """
+        self._sums.restore(arrays)
+        if self._late is not None:
+            self._late.restore(arrays)
 
     def close(self, *, add: bool) -> None:
         """Leave the block.

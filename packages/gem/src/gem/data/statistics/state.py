@@ -1,6 +1,6 @@
 """The state behind the declared statistics, and one step of it. Part of `gem.data.statistics`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,7 +34,7 @@ from gem.data.statistics.spec import (
     WeightSpec,
 )
 from gem.data.transforms import apply_transforms, resolved_transforms
-from gem_opkit.errors import ConfigError, UnsupportedError, refusal
+from gem_opkit.errors import ConfigError, DataError, UnsupportedError, refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +152,38 @@ class StatisticState:
         if self._scaler is not None:
             self._scaler.close(add=add_rates)
         return result
+
+    def saved(self) -> dict[str, np.ndarray]:
+        """Everything that was added so far, for `restore`.
+
+        Returns:
+            name -> array; of a table of sums only the rows that hold any.
+        """
+        parts: list[tuple[str, Counter | Pairs | RunningScaler]] = [
+            *((f"counter{place}", one) for place, one in enumerate(self._counters.values())),
+            *((f"pairs{place}", one) for place, one in enumerate(self._pairs.values())),
+            *([] if self._scaler is None else [("scale", self._scaler)]),
+        ]
+        return {f"{n}.{key}": array for n, part in parts for key, array in part.saved().items()}
+
+    def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Stand where another state stood, and learn nothing from now on.
+
+        Blocks of rows that are read afterwards may come in any order of time. Their groups have to
+        be numbered from 1: what was waiting to be known belongs to group 0.
+
+        Args:
+            arrays: of `saved`, of a state of the same declarations.
+
+        Raises:
+            DataError: an array is missing, or has another size.
+        """
+        for place, counter in enumerate(self._counters.values()):
+            counter.restore(_under(f"counter{place}.", arrays))
+        for place, pairs in enumerate(self._pairs.values()):
+            pairs.restore(_under(f"pairs{place}.", arrays))
+        if self._scaler is not None:
+            self._scaler.restore(_under("scale.", arrays))
 
     @property
     def learns_from_outputs(self) -> bool:
@@ -287,21 +319,22 @@ class StatisticState:
 
     # -- columns -------------------------------------------------------------------------------
     def _history_count(self, spec: HistoryCount) -> _RowColumn:
-        index = self._sources.stream(spec.stream).index
+        stream = self._sources.stream(spec.stream)
         users, times = self._sources.users, self._sources.times
 
         def column(block: Block) -> np.ndarray:
             rows = block.rows
-            return np.log1p(index.history(users[rows], times[rows], spec.max_events).lengths)
+            history = stream.index.history(users[rows], times[rows], spec.max_events)
+            return np.log1p(history.lengths)
 
         return column
 
     def _history_gap(self, spec: HistoryGap) -> _RowColumn:
-        index = self._sources.stream(spec.stream).index
+        stream = self._sources.stream(spec.stream)
         users, times = self._sources.users, self._sources.times
 
         def column(block: Block) -> np.ndarray:
-            rows = block.rows
+            rows, index = block.rows, stream.index
             history = index.history(users[rows], times[rows], spec.max_events)
             gaps = np.zeros(len(rows))
             filled = np.flatnonzero(history.lengths)
@@ -360,6 +393,21 @@ class StatisticState:
 
     def _weights(self, specs: tuple[WeightSpec, ...], histories: Histories) -> list[Weight]:
         return [Weight(self._sources, spec, histories.item_field) for spec in specs]
+
+
+def _under(prefix: str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    found = {n.removeprefix(prefix): a for n, a in arrays.items() if n.startswith(prefix)}
+    if not found:
+        raise DataError(
+            refusal(
+                "statistics",
+                f"state of {prefix.removesuffix('.')}",
+                must="be among what was saved",
+                got=", ".join(arrays) or "nothing",
+                fix="save it again with these declarations",
+            )
+        )
+    return found
 
 
 def _plain_column(sources: Sources, name: str) -> _RowColumn:

@@ -19,7 +19,7 @@ from gem_precision.device import (
 )
 from gem_precision.elements import ELEMENTS, WIDE_BLOCK
 
-_ROWS = 32  # of a tile of 1x128: 4,096 elements, 32 a thread
+_ROWS = 32  # of a tile of 1x128, and of what is widened: 4,096 elements, 32 a thread
 
 
 @triton.jit
@@ -83,6 +83,41 @@ def _squares_kernel(
     if TURNED:
         turned_mask = (d < width)[:, None] & (t < rows)[None, :]
         tl.store(turned_ptr + (d * rows)[:, None] + t[None, :], tl.trans(code), mask=turned_mask)
+
+
+@triton.jit
+def _widen_kernel(
+    elements_ptr, scales_ptr, out_ptr, rows, width, blocks_d, stride_t,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    m, tile = tl.program_id(0) % blocks_d, tl.program_id(0) // blocks_d
+    t = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    d = m.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = (t < rows)[:, None] & (d < width)[None, :]
+    code = tl.load(elements_ptr + (t * width)[:, None] + d[None, :], mask=mask, other=0)
+    scale = tl.load(scales_ptr + (tile * ROWS // BLOCK).to(tl.int64) * blocks_d + m)
+    # By integers, as in the interpreter: the kernel waits for memory anyway.
+    code = code.to(tl.int32)
+    magnitude = code & 0x7F
+    normal = ((magnitude << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+    value = tl.where(magnitude < 8, magnitude.to(tl.float32) * 0.001953125, normal)
+    value = tl.where(magnitude == 0x7F, float("nan"), value)
+    value = tl.where(code >= 0x80, -value, value) * scale
+    at = (t * stride_t)[:, None] + d[None, :]
+    tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def launch_widen(elements_TD, scales, out_TD):
+    """Write the numbers of a matrix in blocks of 128x128 into another one with rows in place."""
+    rows, width = elements_TD.shape
+    if elements_TD.numel() == 0:
+        return
+    blocks_d = triton.cdiv(width, WIDE_BLOCK)
+    with on_device(out_TD):
+        _widen_kernel[(blocks_d * triton.cdiv(rows, _ROWS),)](
+            elements_TD, scales, out_TD, rows, width, blocks_d, out_TD.stride(0),
+            ROWS=_ROWS, BLOCK=WIDE_BLOCK, num_warps=4,
+        )  # fmt: skip
 
 
 def launch_rows(x_TD, *, row_multiple=1):

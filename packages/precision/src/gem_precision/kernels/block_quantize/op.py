@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gem_opkit.cost import Cost, register_flops
 from gem_opkit.dims import check_shapes
-from gem_opkit.errors import ConfigError, DtypeError, refusal
+from gem_opkit.errors import ConfigError, DtypeError, ShapeError, refusal
 from gem_opkit.impl import Impl, resolve_impl
 from gem_precision.codes import widened
 from gem_precision.contract import Fp8Block
@@ -146,6 +146,56 @@ def block_dequantize(matrix: BlockMatrix) -> Tensor:
     if matrix.block == "128x128":
         return widened(matrix.elements_TD, matrix.scales, WIDE_BLOCK)
     return widened(matrix.elements_TD, matrix.scales.T, 1)
+
+
+def block_dequantize_into(out_TD: Tensor, matrix: BlockMatrix, *, impl: Impl = "auto") -> None:
+    """Write the numbers that a matrix in blocks of 128x128 holds into another one, in one pass.
+
+    Args:
+        out_TD: fp32, bf16 or fp16, of the matrix's shape; rows may lie apart, elements of a row are
+            neighbours. Overwritten; no gradient flows through.
+        matrix: what ``block_quantize`` returned, or such bytes and scales that came from elsewhere.
+        impl: who computes it; see ``gem_opkit.impl``.
+
+    Raises:
+        ShapeError: another shape.
+        DtypeError: another dtype.
+        ConfigError: blocks of 1x128.
+        UnsupportedError: an ``impl`` that cannot run here.
+
+    Numerics: as ``block_dequantize``, rounded once to the format of ``out_TD``; bf16 holds every
+        such number that is not below 2^-126.
+    Cost: reads a byte an element and four a block, writes ``out_TD`` once.
+    Source: as ``block_quantize``.
+    """
+    op = "block_dequantize_into"
+    if out_TD.dtype not in _DTYPES:
+        raise DtypeError(
+            refusal(op, "out_TD", must="be fp32, bf16 or fp16", got=out_TD.dtype, fix="convert it")
+        )
+    if matrix.block != "128x128":
+        raise ConfigError(
+            refusal(
+                op, "matrix", must="have blocks of 128x128", got=matrix.block,
+                fix="take block_dequantize",
+            )
+        )  # fmt: skip
+    if out_TD.shape != matrix.elements_TD.shape or out_TD.stride(1) != 1:
+        raise ShapeError(
+            refusal(
+                op, "out_TD",
+                must=f"be {tuple(matrix.elements_TD.shape)} with whole rows",
+                got=f"{tuple(out_TD.shape)} with strides {out_TD.stride()}",
+                fix="pass a matrix of that shape",
+            )
+        )  # fmt: skip
+    if resolve_impl(impl, out_TD.device, op, has_triton=_HAS_TRITON) == "triton":
+        from gem_precision.kernels.block_quantize.kernel import launch_widen
+
+        elements_TD, scales = matrix.elements_TD.contiguous(), matrix.scales.contiguous()
+        launch_widen(elements_TD, scales, out_TD.detach())
+    else:
+        out_TD.detach().copy_(block_dequantize(matrix))
 
 
 def _quantized(

@@ -96,7 +96,8 @@ def _norm_quantize_rows_kernel(
         word = tl.arange(0, BLOCKS * BLOCK // 4)
         to = (r * (width // 4))[:, None] + word[None, :]
         words_ptr = elements_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-        tl.store(words_ptr + to, four, mask=in_t[:, None] & (word * 4 < width)[None, :])
+        # Compared like this, neighbours are known to be alike, and four words are stored at once.
+        tl.store(words_ptr + to, four, mask=in_t[:, None] & (word < width // 4)[None, :])
     else:
         d = (m * BLOCK)[:, None] + tl.arange(0, BLOCK)[None, :]
         to = (r * width)[:, None, None] + d[None, :, :]

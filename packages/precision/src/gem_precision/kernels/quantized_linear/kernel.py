@@ -13,6 +13,7 @@ import triton.language as tl
 
 from gem_precision.device import on_device
 from gem_precision.elements import WIDE_BLOCK
+from gem_precision.hadamard import rotated_factor
 from gem_precision.kernels.block_quantize.kernel import launch_rows, launch_squares
 from gem_precision.kernels.mx_quantize.kernel import launch_dequantize, launch_quantize
 
@@ -47,35 +48,43 @@ def _product_kernel(
     tl.store(y_ptr + to, acc.to(y_ptr.dtype.element_ty), mask=in_t[:, None] & in_f[None, :])
 
 
-def launch_forward(x_TD, weight_FD, *, forward):
+def launch_forward(x_TD, weight_FD, *, forward, hadamard_seed=None):
     """Return y_TF in the dtype of x."""
-    return _product(x_TD, weight_FD, forward, x_TD.dtype)
+    return _product(x_TD, weight_FD, forward, x_TD.dtype, hadamard_seed=hadamard_seed)
 
 
-def launch_backward(grad_TF, x_TD, weight_FD, *, formats, needs):
+def launch_backward(grad_TF, x_TD, weight_FD, *, formats, needs, seed=None, hadamard_seed=None):
     """Return the gradients of x and of the weight; None for one that nobody asks for."""
+    turned = {"hadamard_seed": hadamard_seed}
     input_gradient, weight_gradient = formats
     grad_x_TD = grad_weight_FD = None
     if needs[0]:
         if input_gradient == "fp8_block":
             grad_x_TD = _block_product(grad_TF, weight_FD, x_TD.dtype, turned="only")
         else:
-            grad_x_TD = _product(grad_TF, weight_FD.T, input_gradient, x_TD.dtype)
+            grad_x_TD = _product(
+                grad_TF, weight_FD.T, input_gradient, x_TD.dtype, seed=seed, **turned
+            )
     if needs[1]:
-        grad_weight_FD = _product(grad_TF.T, x_TD.T, weight_gradient, weight_FD.dtype)
+        seed = None if seed is None else seed ^ 1
+        grad_weight_FD = _product(
+            grad_TF.T, x_TD.T, weight_gradient, weight_FD.dtype, seed=seed, **turned
+        )
     return grad_x_TD, grad_weight_FD
 
 
-def _product(a, b, number_format, dtype):
-    """Return a bᵀ, with both factors rounded to a format."""
+def _product(a, b, number_format, dtype, *, seed=None, hadamard_seed=None):
+    """Return a bᵀ, with both factors rounded to a format; in MXFP8 a by chance with a seed."""
     if a.shape[0] == 0 or b.shape[0] == 0 or a.shape[1] == 0:
         return torch.zeros((a.shape[0], b.shape[0]), dtype=dtype, device=a.device)
     if number_format == "bf16":
         return _bf16_product(a, b, dtype)
     if number_format == "fp8_block":
         return _block_product(a, b, dtype, turned="no")
+    if hadamard_seed is not None:
+        a, b = rotated_factor(a, hadamard_seed), rotated_factor(b, hadamard_seed)
     given = {"scaling": number_format, "element": "e4m3", "along": "rows"}
-    a_elements, a_scales, _, _ = launch_quantize(a, **given)
+    a_elements, a_scales, _, _ = launch_quantize(a, **given, seed=seed)
     return _mx_product(a_elements, a_scales, b, number_format, dtype)
 
 
@@ -98,7 +107,9 @@ def _mx_product(a_elements, a_scales, b, number_format, dtype):
         return launch_mx_product(
             a_elements.contiguous(), a_scales.contiguous(), b_elements, b_scales, dtype
         )
-    how = {"element": "e4m3", "along": "rows", "dtype": torch.float32}
+    # The interpreter's machine computes in fp32: it is wrong in bf16.
+    wide = torch.bfloat16 if b.is_cuda else torch.float32
+    how = {"element": "e4m3", "along": "rows", "dtype": wide}
     a = launch_dequantize(a_elements.contiguous(), a_scales, **how)
     return _bf16_product(a, launch_dequantize(b_elements, b_scales, **how), dtype)
 

@@ -45,12 +45,15 @@ def _forward(
     input_gradient: str,
     weight_gradient: str,
     impl: str,
+    seed: int | None = None,
+    hadamard_seed: int | None = None,
 ) -> Tensor:
+    turned = {"hadamard_seed": hadamard_seed}
     if resolve_impl(impl, x_TD.device, _NAME, has_triton=_HAS_TRITON) == "triton":
         from gem_precision.kernels.quantized_linear.kernel import launch_forward
 
-        return launch_forward(x_TD, weight_FD, forward=forward)
-    return quantized_linear_reference(x_TD, weight_FD, forward)
+        return launch_forward(x_TD, weight_FD, forward=forward, **turned)
+    return quantized_linear_reference(x_TD, weight_FD, forward, **turned)
 
 
 @_forward.register_fake
@@ -68,24 +71,22 @@ def _backward(
     needs_x: bool,  # noqa: FBT001 - a schema has no keyword-only flags here
     needs_weight: bool,  # noqa: FBT001
     impl: str,
+    seed: int | None = None,
+    hadamard_seed: int | None = None,
 ) -> tuple[Tensor, Tensor]:
+    given: dict[str, Any] = {
+        "formats": (input_gradient, weight_gradient),
+        "needs": (needs_x, needs_weight),
+        "seed": seed,
+        "hadamard_seed": hadamard_seed,
+    }
     if resolve_impl(impl, x_TD.device, _NAME, has_triton=_HAS_TRITON) == "triton":
         from gem_precision.kernels.quantized_linear.kernel import launch_backward
 
-        grad_x_TD, grad_weight_FD = launch_backward(
-            grad_TF,
-            x_TD,
-            weight_FD,
-            formats=(input_gradient, weight_gradient),
-            needs=(needs_x, needs_weight),
-        )
+        grad_x_TD, grad_weight_FD = launch_backward(grad_TF, x_TD, weight_FD, **given)
     else:
         grad_x_TD, grad_weight_FD = quantized_linear_backward_reference(
-            grad_TF,
-            x_TD,
-            weight_FD,
-            formats=(input_gradient, weight_gradient),
-            needs=(needs_x, needs_weight),
+            grad_TF, x_TD, weight_FD, **given
         )
     return (
         x_TD.new_empty((0, 0)) if grad_x_TD is None else grad_x_TD,
@@ -102,7 +103,7 @@ def _(
     weight_gradient: str,
     needs_x: bool,  # noqa: FBT001
     needs_weight: bool,  # noqa: FBT001
-    impl: str,
+    *_: Any,
 ) -> tuple[Tensor, Tensor]:
     return (
         x_TD.new_empty(x_TD.shape if needs_x else (0, 0)),
@@ -144,7 +145,7 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x_TD, weight_FD, _, *ctx.backward_formats, ctx.impl = inputs
+    x_TD, weight_FD, _, *ctx.backward_formats, ctx.impl, ctx.seed, ctx.hadamard_seed = inputs
     ctx.save_for_backward(x_TD, weight_FD)
 
 
@@ -152,10 +153,11 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x_TD, weight_FD = ctx.saved_tensors
     needs = ctx.needs_input_grad[:2]
     grads = torch.ops.gem_precision.quantized_linear_backward(
-        grad, x_TD, weight_FD, *ctx.backward_formats, *needs, ctx.impl
+        *(grad, x_TD, weight_FD, *ctx.backward_formats, *needs, ctx.impl),
+        *(ctx.seed, ctx.hadamard_seed),
     )
     asked = [g if is_asked else None for g, is_asked in zip(grads, needs, strict=True)]
-    return *asked, None, None, None, None
+    return *asked, *(None,) * 6
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
@@ -218,7 +220,13 @@ def check_operands(op: str, x_TD: Tensor, weight_FD: Tensor) -> None:
 
 
 def quantized_linear(
-    x_TD: Tensor, weight_FD: Tensor, *, formats: LinearFormats, impl: Impl = "auto"
+    x_TD: Tensor,
+    weight_FD: Tensor,
+    *,
+    formats: LinearFormats,
+    seed: int | None = None,
+    hadamard_seed: int | None = None,
+    impl: Impl = "auto",
 ) -> Tensor:
     """Map rows by a weight, each of the three products in a format of its own.
 
@@ -230,6 +238,10 @@ def quantized_linear(
         x_TD: fp32, bf16 or fp16.
         weight_FD: fp32, bf16 or fp16; may differ from x.
         formats: of the three products.
+        seed: 63 bits from which the gradient of y is rounded up or down by chance where it is
+            rounded to MXFP8, so that both gradients are right on average. None: to the nearest.
+        hadamard_seed: 63 bits by which both factors of a product in MXFP8 are rotated before they
+            are rounded, by a random Hadamard matrix of 32 in the dim that is summed over.
         impl: who computes it; see ``gem_opkit.impl``. ``"triton"`` is our kernels and cuBLAS.
 
     Returns:
@@ -237,15 +249,17 @@ def quantized_linear(
 
     Raises:
         ShapeError, DtypeError, DeviceError: an argument breaks its suffix, dtype or device.
+        ConfigError: a seed out of range, or one where no product is in MXFP8.
         UnsupportedError: an ``impl`` that cannot run here, or a format that this GPU lacks.
 
     Numerics: docs/numerics.md. Factors are rounded once; sums are in fp32, block FP8 in fp32 over
         sums of 128 products in the tensor core's own width.
     Cost: 2·T·D·F FLOPs a product; each factor is read once more to be rounded, and written in
-        8 bits.
+        8 bits. Rotation is plain torch in fp32: several passes over both factors.
     Source: DeepSeek-V3 (arXiv:2412.19437); Mishra et al. 2025 (arXiv:2506.08027).
     """
     check_operands(_NAME, x_TD, weight_FD)
+    _check_seeds(formats, seed=seed, hadamard_seed=hadamard_seed)
     chosen = resolve_impl(impl, x_TD.device, _NAME, has_triton=_HAS_TRITON)
     if chosen == "triton":
         check_formats(formats, x_TD.device)
@@ -256,7 +270,31 @@ def quantized_linear(
         formats.input_gradient,
         formats.weight_gradient,
         chosen,
+        seed,
+        hadamard_seed,
     )
+
+
+def _check_seeds(formats: LinearFormats, **seeds: int | None) -> None:
+    backward = (formats.input_gradient, formats.weight_gradient)
+    for name, given in seeds.items():
+        if given is None:
+            continue
+        # A compiled graph draws its seed, and knows no bounds of it.
+        if not torch.compiler.is_compiling() and not 0 <= given < 2**63:
+            raise ConfigError(
+                refusal(_NAME, name, must="be an integer of 63 bits", got=given, fix="take 0")
+            )
+        reached = backward if name == "seed" else (formats.forward, *backward)
+        if not any(f.startswith("mxfp8") for f in reached):
+            raise ConfigError(
+                refusal(
+                    *(_NAME, name),
+                    must="come with a product in MXFP8 that it changes",
+                    got=", ".join(reached),
+                    fix="leave it out, or take mxfp8_rceil",
+                )
+            )
 
 
 def fp8_block_linear(x_TD: Tensor, weight_FD: Tensor, *, impl: Impl = "auto") -> Tensor:

@@ -14,6 +14,11 @@ is summed over, and the product is that of the rounded numbers, in fp32:
                    transposed, in squares of 128x128: one rounding serves both products
     mxfp8_rceil    E4M3 in blocks of 1x32, scales rounded up;   mxfp8_floor    rounded down
 
+In the two MXFP8 formats the gradient dy may be rounded by chance, by a seed: dx by the words of the
+seed, dW by those of the seed with its last bit flipped, drawn for dyᵀ. And both factors of a
+product may be rotated before they are rounded, along the dim that is summed over
+(``gem_precision.hadamard``): without rounding nothing would change.
+
 The backward takes Q as if it were the identity (the straight-through rule): dx and dW are the
 formulas above and not derivatives of a staircase.
 
@@ -26,6 +31,7 @@ from torch import Tensor
 
 from gem_precision.codes import widened
 from gem_precision.elements import WIDE_BLOCK
+from gem_precision.hadamard import rotated_factor
 from gem_precision.kernels.block_quantize.reference import block_quantize_reference
 from gem_precision.kernels.mx_quantize.reference import (
     mx_dequantize_reference,
@@ -33,9 +39,11 @@ from gem_precision.kernels.mx_quantize.reference import (
 )
 
 
-def quantized_linear_reference(x_TD: Tensor, weight_FD: Tensor, forward: str) -> Tensor:
+def quantized_linear_reference(
+    x_TD: Tensor, weight_FD: Tensor, forward: str, *, hadamard_seed: int | None = None
+) -> Tensor:
     """Return y_TF in the dtype of x."""
-    return product(x_TD, weight_FD, forward).to(x_TD.dtype)
+    return product(x_TD, weight_FD, forward, hadamard_seed=hadamard_seed).to(x_TD.dtype)
 
 
 def quantized_linear_backward_reference(
@@ -45,21 +53,37 @@ def quantized_linear_backward_reference(
     *,
     formats: tuple[str, str],
     needs: tuple[bool, bool] = (True, True),
+    seed: int | None = None,
+    hadamard_seed: int | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of x and of the weight, each in its own dtype, or None if not needed.
 
     ``formats`` are those of the two products.
     """
     grad_x_TD = grad_weight_FD = None
+    turned = {"hadamard_seed": hadamard_seed}
     if needs[0]:
-        grad_x_TD = product(grad_TF, weight_FD.T, formats[0]).to(x_TD.dtype)
+        grad_x_TD = product(grad_TF, weight_FD.T, formats[0], seed=seed, **turned).to(x_TD.dtype)
     if needs[1]:
-        grad_weight_FD = product(grad_TF.T, x_TD.T, formats[1]).to(weight_FD.dtype)
+        seed = None if seed is None else seed ^ 1
+        grad_weight_FD = product(grad_TF.T, x_TD.T, formats[1], seed=seed, **turned)
+        grad_weight_FD = grad_weight_FD.to(weight_FD.dtype)
     return grad_x_TD, grad_weight_FD
 
 
-def product(a: Tensor, b: Tensor, number_format: str) -> Tensor:
-    """Return a bᵀ in fp32 with both factors rounded to a format."""
+def product(
+    a: Tensor,
+    b: Tensor,
+    number_format: str,
+    *,
+    seed: int | None = None,
+    hadamard_seed: int | None = None,
+) -> Tensor:
+    """Return a bᵀ in fp32 with both factors rounded to a format, a by chance with a seed."""
+    if number_format.startswith("mxfp8"):
+        if hadamard_seed is not None:
+            a, b = rotated_factor(a, hadamard_seed), rotated_factor(b, hadamard_seed)
+        return _mx_rounded(a, number_format, seed) @ _mx_rounded(b, number_format).T
     return rounded(a, number_format, "1x128") @ rounded(b, number_format, "128x128").T
 
 
@@ -82,7 +106,11 @@ def rounded(x: Tensor, number_format: str, block: str) -> Tensor:
         elements, scales, _ = block_quantize_reference(x, block=block, turned="no")
         tall = WIDE_BLOCK if block == "128x128" else 1
         return widened(elements, scales if tall > 1 else scales.T, tall)
+    return _mx_rounded(x, number_format)
+
+
+def _mx_rounded(x: Tensor, number_format: str, seed: int | None = None) -> Tensor:
     elements, scales, _, _ = mx_quantize_reference(
-        x, scaling=number_format, element="e4m3", along="rows"
+        x, scaling=number_format, element="e4m3", along="rows", seed=seed
     )
     return mx_dequantize_reference(elements, scales, element="e4m3", along="rows")
