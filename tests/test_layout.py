@@ -41,7 +41,7 @@ TIMING_FIELDS = {
 }
 # Benchmarks of whole runs: their rows hold metrics and speed of training, not one operator's time.
 RUN_BENCHES = {
-    *("quality", "ablation", "metrics", "faults", "long_histories", "reader"),
+    *("quality", "ablation", "stages", "metrics", "faults", "long_histories", "reader"),
     *(
         "large_tables",
         "fully_sharded",
@@ -53,7 +53,7 @@ RUN_BENCHES = {
     ),
     *("balance", "balance_step", "precision_ne", "memory", "gathers", "copy_engine"),
     *("scaling", "one_rank", "known_rates", "precision_step", "precision_guard"),
-    "gathers_in_8_bits",
+    *("gathers_in_8_bits", "serving"),
 }
 
 # A drawer: its name says nothing of what is in it.
@@ -187,6 +187,7 @@ def test_page_of_dims_is_the_legend_of_the_code():
 ROOMS = (
     *("", "data", "data/checks", "data/declared", "data/statistics"),
     *("model", "train", "report", "doctor", "planning", "dry_run", "bench", "memory", "scaling"),
+    *("commands", "serving", "stages"),
 )
 
 

@@ -357,7 +357,7 @@ def test_the_walk_goes_by_plain_imports():
         target = re.search(r"\]\((packages/[^)]+\.py)\)", item)
         assert target, f"{item} links no file"
         stops.append(module_of(ROOT / target[1]))
-    assert stops[0] == "gem.cli"
+    assert stops[0] == "gem.commands.training"
     modules = {module_of(file): file for file in ROOT.glob("packages/*/src/**/*.py")}
     for stop, following in pairwise(stops):
         near = imports_of(modules[stop])

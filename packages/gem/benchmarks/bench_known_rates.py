@@ -12,9 +12,13 @@ A row compares one precision with bf16: the difference of NE as a share of it, a
 over the seeds (`known_rates_compare`). ``bf16_again`` is bf16 from weights that are one unit in the
 last place larger: its row is what chance alone makes, and what a difference has to be held against.
 
-A process trains one precision; several share a device, and all precisions of a seed run before the
-next seed. Rows go to ``results/<device>/known_rates.jsonl`` whenever a seed is complete, and
-replace those of the same case; a run that the time does not suffice for counts for nothing.
+The first 1.3 million examples come in small batches: what has to be learned first, which category a
+user prefers, is learned within them, and until then two runs differ by when they come to it.
+
+A process trains all precisions of a seed, a step each in turn; several share a device. Rows go to
+``results/<device>/known_rates.jsonl`` whenever a seed is complete, and replace those of the same
+case. Where ``--limit`` ends all seeds early, their rows say how many examples they have seen; the
+last ``--spare`` seeds end as soon as they would be too late, so that the others have the device.
 """
 
 import argparse
@@ -61,17 +65,36 @@ def _cards(wanted: int, processes: int) -> list[str]:
     return [names[n % wanted] for n in range(processes)]
 
 
+def batches_of(examples: int, first: int, small: int, large: int) -> tuple[int, ...]:
+    """Examples of each batch: the first ones in small batches, all others in large ones.
+
+    Args:
+        examples: in all; what is left of a whole batch is left out.
+        first: of these in small batches.
+        small: size of those.
+        large: size of the others.
+
+    Returns:
+        the sizes, in order.
+    """
+    early = min(first, examples) // small
+    return (small,) * early + (large,) * ((examples - early * small) // large)
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--recipe", default=str(RECIPE))
     parser.add_argument("--precisions", nargs="+", default=list(DEFAULT))
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4])
     parser.add_argument("--examples", type=int, default=None, help="default data.synthetic.rows")
+    parser.add_argument("--first", type=int, default=1_310_720, help="examples in small batches")
+    parser.add_argument("--first-batch", type=int, default=8_192, help="their size")
     parser.add_argument("--held-out", type=int, default=1 << 20)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--cards", type=int, default=1, help="GPUs that the runs are dealt to")
-    parser.add_argument("--processes", type=int, default=8, help="runs at once")
-    parser.add_argument("--limit", type=float, default=3600.0, help="seconds; then runs end early")
+    parser.add_argument("--cards", type=int, default=1, help="GPUs that the seeds are dealt to")
+    parser.add_argument("--processes", type=int, default=4, help="seeds at once")
+    parser.add_argument("--limit", type=float, default=3600.0, help="seconds; then seeds end early")
+    parser.add_argument("--spare", type=int, default=0, help="last seeds that give way if need be")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings")
     parser.add_argument("--curves", type=Path, default=None, help="folder for sums of each batch")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -90,20 +113,20 @@ def main() -> None:
     console = Console(width=160)
     config = load_recipe(chosen.recipe, chosen.settings)
     examples = chosen.examples or (config.data.synthetic or SyntheticSpec()).rows
-    ends_at = time.time() + chosen.limit
+    large = config.train.batch_examples
+    given = {
+        "precisions": tuple(chosen.precisions),
+        "recipe": chosen.recipe,
+        "settings": tuple(chosen.settings),
+        "batches": batches_of(examples, chosen.first, chosen.first_batch, large),
+        "held_out": chosen.held_out // large,
+        "device": chosen.device,
+        "ends_at": time.time() + chosen.limit,
+    }
+    surely = len(chosen.seeds) - chosen.spare
     every = [
-        Asked(
-            precision=precision,
-            seed=seed,
-            recipe=chosen.recipe,
-            settings=tuple(chosen.settings),
-            examples=examples,
-            held_out=chosen.held_out,
-            device=chosen.device,
-            ends_at=ends_at,
-        )
-        for seed in chosen.seeds
-        for precision in chosen.precisions
+        Asked(seed=seed, **given, gives_way=place >= surely)
+        for place, seed in enumerate(chosen.seeds)
     ]
     # Forked processes could not use the GPU.
     context = multiprocessing.get_context("spawn")
@@ -111,42 +134,42 @@ def main() -> None:
     for card in _cards(chosen.cards, chosen.processes):
         cards.put(card)
     runs: dict[str, dict[int, Run]] = {}
-    missing: list[str] = []
+    failed: list[int] = []
     with ProcessPoolExecutor(
         chosen.processes, mp_context=context, initializer=_take_card, initargs=(cards,)
     ) as pool:
         futures = {pool.submit(run, asked): asked for asked in every}
         for future in as_completed(futures):
             asked, fault = futures[future], future.exception()
-            name = f"{asked.precision}, seed {asked.seed}"
             done = None if fault is not None else future.result()
-            if done is None:  # one of several: the others go on
-                missing.append(name)
-                console.print(f"{name}: " + (f"FAILED, {fault!r}" if fault else "no time left"))
+            if not done or not done[BASE].batches:  # one of several: the others go on
+                failed.append(asked.seed)
+                why = "no time left" if fault is None else f"FAILED, {fault!r}"
+                console.print(f"seed {asked.seed}: {why}")
                 continue
-            runs.setdefault(asked.precision, {})[asked.seed] = done
-            console.print(_told(name, done), highlight=False)
-            if chosen.curves is not None:
-                chosen.curves.mkdir(parents=True, exist_ok=True)
-                path = chosen.curves / f"{asked.precision}-{asked.seed}.npz"
-                np.savez(path, progressive=done.progressive, held_out=done.held_out)
-            if all(asked.seed in runs.get(each, ()) for each in chosen.precisions):
-                # At once: what comes later may be cut off.
-                write(runs, asked, chosen.out, console)
-    if missing:
-        raise SystemExit(f"bench_known_rates: not done: {'; '.join(sorted(missing))}")
+            console.print(_told(asked, done[BASE]), highlight=False)
+            for name, own in done.items():
+                runs.setdefault(name, {})[asked.seed] = own
+                if chosen.curves is not None:
+                    chosen.curves.mkdir(parents=True, exist_ok=True)
+                    path = chosen.curves / f"{name}-{asked.seed}.npz"
+                    np.savez(path, progressive=own.progressive, held_out=own.held_out)
+            write(runs, asked, chosen.out, console)  # at once: what comes later may be cut off
+    if failed:
+        raise SystemExit(f"bench_known_rates: not done: seeds {failed}")
 
 
 def write(runs: Mapping[str, Mapping[int, Run]], asked: Asked, out: Path, console: Console) -> None:
-    """Rows of all seeds that are complete."""
-    whole = set.intersection(*(set(of_seed) for of_seed in runs.values()))
-    complete = {name: {s: r for s, r in of.items() if s in whole} for name, of in runs.items()}
-    one = complete[BASE][asked.seed]
+    """Rows of the seeds that are there; of those that were cut off only where all were."""
+    of_base = runs[BASE]
+    whole = {s for s, done in of_base.items() if done.batches == asked.batches} or set(of_base)
+    runs = {name: {s: r for s, r in own.items() if s in whole} for name, own in runs.items()}
+    one = runs[BASE][min(whole)]
     rows = [
         made
-        for name in complete.keys() & PAIRS.keys()
+        for name in PAIRS
         for task in range(len(one.tasks))
-        if (made := row(name, task, complete, asked)) is not None
+        if (made := row(name, task, runs, asked)) is not None
     ]
     for each in rows:
         console.print(told(each), highlight=False)
@@ -157,11 +180,11 @@ def write(runs: Mapping[str, Mapping[int, Run]], asked: Asked, out: Path, consol
     console.print(f"{len(rows)} rows in {path}")
 
 
-def _told(name: str, done: Run) -> str:
+def _told(asked: Asked, done: Run) -> str:
+    cut_off = "" if done.batches == asked.batches else ", CUT OFF"
     return (
-        f"{name}: {len(done.progressive):,} batches of {done.batch_examples:,} in "
-        f"{done.seconds:.0f} s, the first step after {done.first_step_s:.0f} s, "
-        f"{done.peak_gb:.1f} GB; {done.layers}"
+        f"seed {done.seed}: {sum(done.batches):,} examples in {len(done.batches)} batches, "
+        f"{len(asked.precisions)} precisions in {done.seconds:.0f} s{cut_off}"
     )
 
 

@@ -33,6 +33,9 @@ from gem_opkit.bench import provenance, write_rows
 ROOT = Path(__file__).resolve().parents[3]
 RUNNERS = Path(__file__).resolve().parent / "peers"
 VARIANTS = {"statistics": "as shipped", "raw": "without statistics"}
+# How often a model may see the training rows: neural peers one epoch, or until the valid rows get
+# no better; ours one pass, or as often as was best there. Others see them as often as they like.
+PASSES = {"one": "", "any": ", any number of passes"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +43,22 @@ class Protocol:
     """Rows and inputs that all models get.
 
     Attributes:
-        recipe: ours, which says what is read.
+        recipe: ours, which says what is read; the best of ours on the valid rows.
         raw: overrides that take the streaming statistics away.
         histories: event sequences for the peers; a model attends to the first.
+        repeated: kind of inputs -> overrides that were best on the valid rows under any number of
+            passes (docs/quality.md).
     """
 
     recipe: str
     raw: tuple[str, ...]
     histories: tuple[History, ...]
+    repeated: dict[str, tuple[str, ...]]
+
+    def settings(self, variant: str, passes: str) -> list[str]:
+        """Overrides of our recipe for a kind of inputs and a number of passes."""
+        own = self.raw if variant == "raw" else ()
+        return [*own, *(self.repeated.get(variant, ()) if passes == "any" else ())]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,24 +70,29 @@ class Peer:
         script: its runner in ``peers/``.
         environment: name of its environment.
         variants: kinds of inputs that it is trained on.
+        counts_epochs: whether it sees the training rows once, or more often where that is allowed.
     """
 
     title: str
     script: str
     environment: str
     variants: tuple[str, ...] = tuple(VARIANTS)
+    counts_epochs: bool = False
 
 
+TWICE = ("train.passes=2", "train.later_passes=reset_tables")
 PROTOCOLS = {
     "ml100k-time": Protocol(
-        "ml100k-time",
+        "ml100k-cross",
         ("data.statistics=[]", "data.transforms={}"),
         (History("ratings", "item_id", "past_label"),),
+        {"raw": TWICE},
     ),
     "kuairand-days": Protocol(
         "kuairand-days",
         ("data.statistics=[]",),
         (History("impressions", "video_id", "feedback"), History("long_views", "video_id")),
+        {"statistics": TWICE, "raw": TWICE},
     ),
 }
 
@@ -89,8 +105,8 @@ PEERS = {
     "logistic-regression": Peer(
         "logistic regression (scikit-learn)", "logistic_regression.py", "sklearn"
     ),
-    "dcnv2": Peer("DCNv2 (Torch-RecHub)", "dcnv2_rechub.py", "rechub"),
-    "din": Peer("DIN (DeepCTR-Torch)", "din_deepctr.py", "deepctr"),
+    "dcnv2": Peer("DCNv2 (Torch-RecHub)", "dcnv2_rechub.py", "rechub", counts_epochs=True),
+    "din": Peer("DIN (DeepCTR-Torch)", "din_deepctr.py", "deepctr", counts_epochs=True),
 }
 
 
@@ -111,7 +127,13 @@ def peer_inputs(recipe: str, settings: Sequence[str]) -> RunConfig:
 
 
 def predictions_file(
-    peer: Peer, inputs: Path, task: str, variant: str, seeds: Sequence[int]
+    peer: Peer,
+    inputs: Path,
+    task: str,
+    variant: str,
+    seeds: Sequence[int],
+    *,
+    passes: str = "one",
 ) -> Path:
     """Where the predictions of a peer lie.
 
@@ -121,6 +143,7 @@ def predictions_file(
         task: label.
         variant: kind of inputs.
         seeds: of its fits.
+        passes: how often it may see the rows, if it counts its epochs.
 
     Returns:
         a file beside the inputs, another one for other inputs, seeds or code: predictions of an
@@ -130,7 +153,8 @@ def predictions_file(
     parts = [(inputs / META_FILE).read_bytes(), json.dumps(list(seeds)).encode()]
     parts += [file.read_bytes() for file in (*code, RUNNERS / f"{peer.environment}.txt")]
     digest = hashlib.sha256(b"\0".join(parts)).hexdigest()[:12]
-    return inputs.parent / f"{Path(peer.script).stem}-{variant}-{task}-{digest}.npz"
+    often = "any-" if peer.counts_epochs and passes == "any" else ""
+    return inputs.parent / f"{Path(peer.script).stem}-{variant}-{task}-{often}{digest}.npz"
 
 
 def train_peer(
@@ -157,11 +181,11 @@ def train_peer(
             f"bench_peers: --environments must hold peers-{peer.environment}; got "
             f"{chosen.environments}; run: nox -s peers"
         )
-    out = predictions_file(peer, inputs, task, variant, chosen.seeds)
+    out = predictions_file(peer, inputs, task, variant, chosen.seeds, passes=chosen.passes)
     if not out.exists() or chosen.again:
         command = [str(python), str(RUNNERS / peer.script), "--inputs", str(inputs)]
         command += ["--task", task, "--variant", variant, "--out", str(out)]
-        command += ["--seeds", *map(str, chosen.seeds)]
+        command += ["--seeds", *map(str, chosen.seeds), "--passes", chosen.passes]
         environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
         # One thread, as ours has.
         environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -265,25 +289,29 @@ def run_protocol(name: str, chosen: argparse.Namespace, display: Display) -> lis
     meta = export_inputs(config, protocol.histories, inputs, data_root=chosen.data)
     columns = {split: dict(np.load(inputs / f"{split}.npz")) for split in ("valid", "test")}
     ours = {}
-    for variant in sorted({v for peer in chosen.peers for v in PEERS[peer].variants}):
-        settings = [*chosen.settings, *(protocol.raw if variant == "raw" else ())]
-        runs = chosen.ours.with_name(chosen.ours.name + ("-raw" if variant == "raw" else ""))
+    kinds = {v for peer in chosen.peers for v in PEERS[peer].variants} & {*chosen.variants}
+    for variant in sorted(kinds):
+        settings = [*chosen.settings, *protocol.settings(variant, chosen.passes)]
+        runs = _runs_of_ours(protocol, variant, chosen)
         for seed in chosen.seeds:
             display.stage(f"{name}: ours {VARIANTS[variant]}, seed {seed}")
             folder = run_recipe(protocol.recipe, seed, settings, runs, display)[1]
             ours.setdefault(variant, []).append(folder)
     rows = []
-    for task in meta["labels"]:
+    for task in chosen.tasks or meta["labels"]:
         reference = {v: [test_rows(folder, task) for folder in f] for v, f in ours.items()}
         for peer_name in chosen.peers:
             peer = PEERS[peer_name]
-            for variant in peer.variants:
+            for variant in (v for v in peer.variants if v in ours):
                 display.stage(f"{name}, {task}: {peer.title}, inputs {VARIANTS[variant]}")
                 found = train_peer(peer, inputs, task, variant, chosen)
                 row = {
                     "bench": "quality",
-                    "case": f"{name}, {task}: {peer.title}, inputs {VARIANTS[variant]}",
+                    "case": f"{name}, {task}: {peer.title}, inputs {VARIANTS[variant]}"
+                    + PASSES[chosen.passes],
+                    "passes": chosen.passes,
                     "protocol": name,
+                    "ours": protocol.recipe,
                     "task": task,
                     "inputs": VARIANTS[variant],
                     "seeds": chosen.seeds,
@@ -302,6 +330,13 @@ def run_protocol(name: str, chosen: argparse.Namespace, display: Display) -> lis
     return rows
 
 
+def _runs_of_ours(protocol: Protocol, variant: str, chosen: argparse.Namespace) -> Path:
+    """Folder of our runs of one kind; runs of equal settings lie in one."""
+    repeated = chosen.passes == "any" and protocol.repeated.get(variant)
+    kind = ("-raw" if variant == "raw" else "") + ("-any" if repeated else "")
+    return chosen.ours.with_name(chosen.ours.name + kind)
+
+
 def main() -> None:
     """Train, compare, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -309,13 +344,17 @@ def main() -> None:
     parser.add_argument("--peer", nargs="+", choices=list(PEERS), dest="peers")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings")
+    parser.add_argument("--passes", choices=list(PASSES), default="one", help="over the rows")
+    parser.add_argument("--inputs", nargs="+", choices=list(VARIANTS), dest="variants")
+    parser.add_argument("--task", nargs="+", dest="tasks", help="labels; default all")
     parser.add_argument("--again", action="store_true", help="train peers that are trained already")
     parser.add_argument("--out", type=Path, default=Path("runs/peers"), help="inputs, predictions")
     parser.add_argument(
         "--ours",
         type=Path,
         default=Path("runs/quality"),
-        help="runs of ours; NAME-raw: without statistics, as bench_quality.py may have left them",
+        help="runs of ours; NAME-raw: without statistics, as bench_quality.py may have left them; "
+        "NAME-any: several passes",
     )
     parser.add_argument("--data", type=Path, default=DATA_ROOT, help="prepared data sets")
     parser.add_argument(
@@ -324,6 +363,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     chosen = parser.parse_args()
     chosen.peers = chosen.peers or list(PEERS)
+    chosen.variants = chosen.variants or list(VARIANTS)
     console = Console()
     display = Display(console)
     for protocol in chosen.protocols or list(PROTOCOLS):

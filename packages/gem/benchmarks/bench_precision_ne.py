@@ -149,18 +149,25 @@ def main() -> None:
     with ProcessPoolExecutor(chosen.processes, mp_context=context) as pool:
         found: dict[str, dict[str, list[Done]]] = {}
         for asked, done in zip(every, pool.map(run, every), strict=True):
-            found.setdefault(asked.recipe, {}).setdefault(asked.precision, []).append(done)
+            of_recipe = found.setdefault(asked.recipe, {})
+            of_recipe.setdefault(asked.precision, []).append(done)
             console.print(f"{asked.recipe}, {asked.precision}, seed {asked.seed}: done")
-    rows: list[dict[str, Any]] = []
-    for recipe, runs in found.items():
-        rows += rows_of(recipe, runs, chosen.seeds, chosen.settings)
+            if asked.precision != BASE and asked.seed == chosen.seeds[-1]:
+                # At once: what comes later may be cut off.
+                both = {name: of_recipe[name] for name in (BASE, asked.precision)}
+                rows = rows_of(asked.recipe, both, chosen.seeds, chosen.settings)
+                write(rows, chosen.out, console)
+
+
+def write(rows: list[dict[str, Any]], out: Path, console: Console) -> None:
+    """Show rows, and put them into the file of their device."""
     for row in rows:
         numbers = (row[key] for key in ("ne_difference", "low_95", "high_95"))
         told = "{:+.5f} [{:+.5f}, {:+.5f}]".format(*numbers)
         console.print(f"{row['case']}: NE {told}, {row['rows']:,} rows a seed", highlight=False)
     rows = [{**row, **provenance()} for row in rows]
     json.dumps(rows, allow_nan=False)  # refuse to write what is not a number
-    path = chosen.out / device_folder(rows[0]["device"]) / "precision_ne.jsonl"
+    path = out / device_folder(rows[0]["device"]) / "precision_ne.jsonl"
     write_rows(path, rows)
     console.print(f"{len(rows)} rows in {path}")
 

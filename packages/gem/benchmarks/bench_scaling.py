@@ -6,20 +6,21 @@
 Nothing is measured here: each row holds the commit and the versions of the process that trained its
 rung. ``results/<device>/scaling.jsonl`` gets a row a rung, and one for the law with what was
 predicted and what came; ``--picture`` copies the plot, ``--page`` replaces what stands between
-``<!-- measured -->`` and ``<!-- end -->`` in a page.
+``<!-- measured RECIPE -->`` and ``<!-- end -->`` in a page.
 """
 
 import argparse
 import json
 import shutil
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from gem.scaling.picture import GAIN_COLUMNS, gain_rows, law_words, synergy_words
 from gem_opkit.bench import device_folder, write_rows
 
 RESULTS = Path(__file__).resolve().parents[3] / "results"
-BEGIN, END = "<!-- measured -->\n", "<!-- end -->"
+END = "<!-- end -->"
 
 
 def rows_of(found: dict[str, Any]) -> list[dict[str, Any]]:
@@ -44,7 +45,9 @@ def rows_of(found: dict[str, Any]) -> list[dict[str, Any]]:
                 "law": found["law"],
                 "prediction": {key: value for key, value in said.items() if key != "law"},
                 "outcome": found["outcome"],
-                "seeds": found["spec"]["seeds"],
+                "seeds": sorted(
+                    {r["seed"] for r in found["rungs"] if r["ladder"] == said["ladder"]}
+                ),
                 "device": last["device"],
                 **last["provenance"],
             }
@@ -55,9 +58,10 @@ def rows_of(found: dict[str, Any]) -> list[dict[str, Any]]:
 def page_part(found: dict[str, Any], picture: Path | None) -> str:
     """What a page says of a ladder."""
     spec, rungs = found["spec"], found["rungs"]
+    seeds = ", ".join(str(seed) for seed in sorted({rung["seed"] for rung in rungs}))
     lines = [
         f"`{Path(spec['recipe']).stem}` on {rungs[0]['device']}: {rungs[0].get('examples'):,} "
-        f"examples a rung, seeds {', '.join(map(str, spec['seeds']))}.\n",
+        f"examples a rung, seeds {seeds}.\n",
         *law_words(found),
         *synergy_words(found),
         "",
@@ -65,16 +69,17 @@ def page_part(found: dict[str, Any], picture: Path | None) -> str:
     if picture is not None:
         lines += [f"![NE over FLOPs](images/{picture.name})", ""]
     lines += [
-        "| ladder | rung | FLOPs an example | NE | seed | weights outside of tables | examples/s |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
+        "| ladder | rung | FLOPs an example | NE | over seeds | weights outside of tables |",
+        "| --- | --- | ---: | ---: | ---: | ---: |",
     ]
-    for rung in rungs:
-        ne = next(iter(rung["ne"].values()))
-        size = rung.get("parameters")
+    for name in dict.fromkeys((rung["ladder"], rung["rung"]) for rung in rungs):
+        own = [rung for rung in rungs if (rung["ladder"], rung["rung"]) == name]
+        ne = [next(iter(rung["ne"].values())) for rung in own]
+        size = own[0].get("parameters")
+        spread = "" if len(ne) == 1 else f"± {(max(ne) - min(ne)) / 2:.5f}"
         lines.append(
-            f"| {rung['ladder']} | {rung['rung']} | {rung['flops_per_example']:.4g} | {ne:.5f} | "
-            f"{rung['seed']} | {'' if size is None else format(size['dense'], ',')} | "
-            f"{rung['examples_per_s']:,.0f} |"
+            f"| {' | '.join(name)} | {fmean(r['flops_per_example'] for r in own):.4g} | "
+            f"{fmean(ne):.5f} | {spread} | {'' if size is None else format(size['dense'], ',')} |"
         )
     lines += [
         "",
@@ -85,10 +90,6 @@ def page_part(found: dict[str, Any], picture: Path | None) -> str:
     known = rungs[0].get("ne_of_rates")
     if known is not None:
         lines += ["", f"Who knows every taste would reach NE {known:.4f} on the same examples."]
-    lines += [
-        "",
-        "Rungs ran beside each other and beside other work: their speed says nothing by itself.",
-    ]
     return "\n".join(lines) + "\n"
 
 
@@ -106,10 +107,11 @@ def main() -> None:
     if chosen.picture is not None:
         shutil.copyfile(chosen.folder / "scaling.svg", chosen.picture)
     if chosen.page is not None:
-        before, rest = chosen.page.read_text(encoding="utf-8").split(BEGIN)
-        _, after = rest.split(END)
+        begin = f"<!-- measured {Path(found['spec']['recipe']).stem} -->\n"
+        before, rest = chosen.page.read_text(encoding="utf-8").split(begin)
+        _, after = rest.split(END, 1)
         part = page_part(found, chosen.picture)
-        chosen.page.write_text(before + BEGIN + part + END + after, encoding="utf-8")
+        chosen.page.write_text(before + begin + part + END + after, encoding="utf-8")
 
 
 if __name__ == "__main__":

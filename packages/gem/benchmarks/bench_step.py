@@ -2,26 +2,37 @@
 
     python packages/gem/benchmarks/bench_step.py --recipe h200
     torchrun --nproc-per-node 2 packages/gem/benchmarks/bench_step.py --plan replicate=2
+    torchrun --nproc-per-node 2 packages/gem/benchmarks/bench_step.py --alone \
+        --each "expert=2 table_shard=2" "replicate=2 table_shard=2"
+    python packages/gem/benchmarks/bench_step.py --profile 3 --svg runs/step.svg \
+        --also "h200 train.compile=inductor" h200-long
 
+``--each`` measures several plans in one process, a row each. With ``--alone`` every rank also takes
+the steps of one GPU on its own card, all at the same time, behind the first plan, when cards are
+warm: what several GPUs lose is then told from what these very cards lose to their power and heat.
+``--also`` measures other recipes, or the same with other settings, in the same process, a row each.
 What is measured, and how, is said in `gem.bench.measure`. A row goes to
 ``results/<device>/step.jsonl``.
 """
 
 import argparse
+import gc
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from gem.bench.command import asked_for
-from gem.bench.measure import measure
+from gem.bench.measure import Asked, measure
+from gem.bench.picture import picture
 from gem.bench.rows import row_of, write_row
 from gem.data.batch import ExampleBatch
 from gem.train.step import TrainStep
-from gem_parallel.launch import process_group
+from gem_parallel.collectives import all_gather_rows, barrier
+from gem_parallel.launch import World, process_group
 
 RESULTS = Path(__file__).resolve().parents[3] / "results"
 BEGAN = time.perf_counter()
@@ -30,10 +41,52 @@ BEGAN = time.perf_counter()
 def main() -> None:
     """Measure, print, write."""
     given = _arguments()
-    asked = asked_for(
-        given.recipe,
-        settings=given.set,
-        plan=given.plan,
+
+    def look(step: TrainStep, batches: Sequence[ExampleBatch]) -> None:
+        if given.kernels and step.world.size == 1:
+            _show_kernels(step, batches, given.kernels)
+
+    with process_group(given.device) as world:
+        beside: dict[str, list[float]] = {}
+        for place, asked in enumerate(_all_asked(given)):
+            report = measure(asked, world, told=_stage, look=look)
+            if given.alone and place == 0:
+                _let_go(world)
+                beside = _alone(given, world)
+            if world.is_first:
+                for key, value in {**row_of(report), **beside}.items():
+                    if key != "profile":
+                        _say(f"{key}: {value}")
+                if place == 0 and given.svg is not None:
+                    given.svg.write_text(picture(report), encoding="utf-8")
+                if place == 0 and given.json is not None:
+                    given.json.write_text(report.model_dump_json(indent=2) + "\n", encoding="utf-8")
+                if not given.dry:
+                    write_row(given.out, report, beside=beside)
+            del report
+            _let_go(world)
+
+
+def _all_asked(given: argparse.Namespace) -> Iterator[Asked]:
+    """Everything that is measured, in order."""
+    for plan in [text.split() for text in given.each] or [given.plan]:
+        yield _asked(given, plan)
+    for text in given.also:
+        recipe, *settings = text.split()
+        yield _asked(given, given.plan, recipe=recipe, settings=(*given.set, *settings))
+
+
+def _asked(
+    given: argparse.Namespace,
+    plan: Sequence[str],
+    *,
+    recipe: str | None = None,
+    settings: Sequence[str] | None = None,
+) -> Asked:
+    return asked_for(
+        recipe or given.recipe,
+        settings=given.set if settings is None else settings,
+        plan=plan,
         examples=given.examples,
         steps=given.steps,
         warmup=given.warmup,
@@ -41,18 +94,23 @@ def main() -> None:
         impl=given.impl,
     )
 
-    def look(step: TrainStep, batches: Sequence[ExampleBatch]) -> None:
-        if given.kernels and step.world.size == 1:
-            _show_kernels(step, batches, given.kernels)
 
-    with process_group(given.device) as world:
-        report = measure(asked, world, told=_stage, look=look)
-        if world.is_first:
-            for key, value in row_of(report).items():
-                if key != "profile":
-                    _say(f"{key}: {value}")
-            if not given.dry:
-                write_row(given.out, report)
+def _alone(given: argparse.Namespace, world: World) -> dict[str, list[float]]:
+    """Median step and MFU of each rank's card, without the other ranks."""
+    report = measure(_asked(given, ()), World(device=world.device))
+    own = torch.tensor([report.step_ms, report.efficiency.e2e_mfu or 0.0], dtype=torch.float64)
+    all_RK = all_gather_rows(own[None].to(world.device), world)
+    del report
+    _let_go(world)
+    return {"alone_step_ms": all_RK[:, 0].tolist(), "alone_mfu": all_RK[:, 1].tolist()}
+
+
+def _let_go(world: World) -> None:
+    """Give memory back before the next model is built."""
+    gc.collect()
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()
+    barrier(world)
 
 
 def _arguments() -> argparse.Namespace:
@@ -60,6 +118,15 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--recipe", default="h200")
     parser.add_argument("--set", action="append", default=[], help="a.b=value, as in gem train")
     parser.add_argument("--plan", nargs="*", default=[], help="axis=size, such as shard=2")
+    parser.add_argument(
+        "--each", nargs="*", default=[], metavar="PLAN", help="several plans, in place of --plan"
+    )
+    parser.add_argument(
+        "--alone", action="store_true", help="time one GPU on every rank's card, too"
+    )
+    parser.add_argument(
+        "--also", nargs="*", default=[], metavar="WORDS", help="more recipes, each with settings"
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument(
         "--examples", type=int, default=None, help="examples of a rank; default the recipe's batch"
@@ -71,6 +138,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--kernels", type=int, default=0, help="longest kernels to print")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--dry", action="store_true", help="write no row")
+    parser.add_argument("--json", type=Path, default=None, help="document of the first to write")
+    parser.add_argument("--svg", type=Path, default=None, help="picture of the first to write")
     return parser.parse_args()
 
 

@@ -84,7 +84,7 @@ def row(
     one = first[0]
     found: dict[str, Any] = {}
     for split in SPLITS:
-        if not len(one.of(split)):
+        if not all(len(run.of(split)) for run in (*first, *second)):
             found[split] = None
             continue
         count, positive, loss, expected = np.sum([r.of(split)[:, task].sum(0) for r in first], 0)
@@ -96,29 +96,28 @@ def row(
             "of_labels": compare(first, second, task, split, _LOSS),
             "of_rates": compare(first, second, task, split, _EXPECTED),
         }
-    batches = len(one.progressive)
     return {
         "bench": "known_rates",
         "case": f"{one.tasks[task]}: {name} against {PAIRS[name]}",
         "precision": name,
         "task": one.tasks[task],
         "seeds": seeds,
-        "examples": batches * one.batch_examples,
-        "batches": batches,
-        "batch_examples": one.batch_examples,
+        "examples": min(sum(run.batches) for run in first),
+        "batches": min(len(run.batches) for run in first),
+        "batch_examples": [one.batches[0], one.batches[-1]],
         "blocks": BLOCKS,
         **found,
         "layers": one.layers,
         "settings": [*asked.settings, *PRECISIONS[name]],
-        "examples_per_s": [len(r.progressive) * r.batch_examples / r.seconds for r in first],
-        "first_step_s": [r.first_step_s for r in first],
+        "beside": list(asked.precisions),
+        "seconds": [run.seconds for run in first],
         "device": one.device,
     }
 
 
 def told(each: Mapping[str, Any]) -> str:
     """A row in a line."""
-    parts = [f"{each['case']}, {len(each['seeds'])} seeds"]
+    parts = [f"{each['case']}, {len(each['seeds'])} seeds of {each['examples']:,} examples"]
     for split in SPLITS:
         if each[split] is None:
             continue

@@ -1,9 +1,12 @@
-"""One training on drawn examples by the trainer's step, each batch scored before it is learned.
+"""Trainings on drawn examples by the trainer's step, each batch scored before it is learned.
 
-What a run leaves is small: sums over each batch, of which `known_rates_compare` makes differences.
+The precisions of a seed train in one process, a step each in turn: whenever it has to end, all have
+learned the same. What they leave is small: sums over each batch, of which `known_rates_compare`
+makes differences.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,89 +58,135 @@ _PACE = 16  # steps between two looks at the clock, as the host runs ahead of a 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One run."""
+    """The trainings of one seed: a precision each, side by side.
 
-    precision: str
+    Attributes:
+        precisions: names in `PRECISIONS`.
+        seed: of the world, the batches and the initial weights.
+        recipe: its file.
+        settings: changes of it.
+        batches: examples of each batch, in order.
+        held_out: batches that are scored afterwards, as large as the last one.
+        device: as in ``gem_parallel.launch``.
+        ends_at: seconds of the host's clock; what is not learned by then is left out.
+        gives_way: end as soon as the time will not suffice, so that others have the device.
+    """
+
+    precisions: tuple[str, ...]
     seed: int
     recipe: str
     settings: tuple[str, ...]
-    examples: int
+    batches: tuple[int, ...]
     held_out: int
     device: str
-    ends_at: float  # of the host's clock
+    ends_at: float
+    gives_way: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What one run leaves: sums of each batch, (batches, tasks, 4), float64.
+    """What one training leaves: sums of each batch, (batches, tasks, 4), float64.
 
     The four are the known labels, the positive ones, the log loss, and its expectation.
+    ``held_out`` is empty where the time did not suffice; ``batches`` has the examples of each of
+    the progressive ones. Seconds are those of all trainings of the seed together.
     """
 
     progressive: np.ndarray
     held_out: np.ndarray
+    batches: tuple[int, ...]
     tasks: tuple[str, ...]
     seed: int
-    batch_examples: int
     layers: str
     seconds: float
-    first_step_s: float
-    peak_gb: float
     device: str
 
     def of(self, split: str) -> np.ndarray:
-        """Sums of the batches of a split; ``second_half`` is of the progressive ones."""
+        """Sums of the batches of a split; ``second_half`` is of the examples learned last."""
         if split == "second_half":
-            return self.progressive[len(self.progressive) // 2 :]
+            learned = np.cumsum(self.batches)
+            return self.progressive[learned > learned[-1] / 2]
         return getattr(self, split)
 
 
-def run(asked: Asked) -> Run | None:
-    """Train on the drawn batches and score them; None where the time did not suffice."""
+def run(asked: Asked) -> dict[str, Run]:
+    """Train every precision on the same batches in turn, and score them.
+
+    Returns:
+        precision -> what it leaves; empty where it gave way.
+    """
     began = time.time()
-    if began > asked.ends_at:
-        return None
+    learned = 0
+    pace: tuple[float, int] | None = None
     torch.set_num_threads(1)
-    settings = [*asked.settings, *PRECISIONS[asked.precision]]
-    other = _OTHER if asked.precision == _OTHER_START else 0
-    config = load_recipe(asked.recipe, settings, seed=asked.seed + other)
-    schema = declared_schema(config)
-    examples = config.train.batch_examples
-    batches, held_out = asked.examples // examples, asked.held_out // examples
     with process_group(asked.device) as world:
-        options = config.data.synthetic or SyntheticSpec()
+        steps = {name: _step(asked, name, world) for name in asked.precisions}
+        config = load_recipe(asked.recipe, asked.settings)
+        options, schema = config.data.synthetic or SyntheticSpec(), declared_schema(config)
         drawn = KnownRates(options, schema, seed=asked.seed, device=world.device)
-        clock = StepClock(world.device)
-        step = build_step(config, schema, world, total_steps=batches, clock=clock)
-        if asked.precision == AGAIN:
-            _nudge(step)
-        _wait(world)
-        first_step_s = 0.0
-        sums: list[Tensor] = []
-        for number in range(batches):
+        sums: dict[str, list[Tensor]] = {name: [] for name in steps}
+        for number, examples in enumerate(asked.batches):
             if number % _PACE == 0:
                 _wait(world)
                 if time.time() > asked.ends_at:
-                    return None
+                    break
+                if asked.gives_way and _late(asked, pace, learned):
+                    return {}
+                # Large batches are of one speed; in the first of them something may be compiled.
+                if pace is None and examples == asked.batches[-1] and number > _PACE:
+                    pace = time.time(), learned
             one = drawn.batch(number, examples)
-            sums.append(_sums(step(one.batch, number).p_BA, one))
-            if number == 0:
-                _wait(world)
-                first_step_s = time.time() - began
-        later = (drawn.batch(HELD_OUT_FROM + n, examples) for n in range(held_out))
-        held = [_sums(scored(step, one), one) for one in later]
-        return Run(
-            progressive=torch.stack(sums).cpu().numpy(),
-            held_out=torch.stack(held).cpu().numpy() if held else np.zeros((0, *sums[0].shape)),
-            tasks=schema.labels,
-            seed=asked.seed,
-            batch_examples=examples,
-            layers=step.low_precision.told(),
-            seconds=time.time() - began,
-            first_step_s=first_step_s,
-            peak_gb=torch.cuda.max_memory_allocated() / 1e9 if _on_gpu(world) else 0.0,
-            device=device_name(world.device),
-        )
+            for name, step in steps.items():
+                sums[name].append(_sums(step(one.batch, number).p_BA, one))
+            learned += examples
+        seen = asked.batches[: len(sums[asked.precisions[0]])]
+        held: dict[str, list[Tensor]] = {name: [] for name in steps}
+        for number in range(asked.held_out if seen == asked.batches else 0):
+            one = drawn.batch(HELD_OUT_FROM + number, asked.batches[-1])
+            for name, step in steps.items():
+                held[name].append(_sums(scored(step, one), one))
+        return {
+            name: Run(
+                progressive=_joined(sums[name], schema.labels),
+                held_out=_joined(held[name], schema.labels),
+                batches=seen,
+                tasks=schema.labels,
+                seed=asked.seed,
+                layers=step.low_precision.told(),
+                seconds=time.time() - began,
+                device=device_name(world.device),
+            )
+            for name, step in steps.items()
+        }
+
+
+def _late(asked: Asked, pace: tuple[float, int] | None, learned: int) -> bool:
+    """Whether a seed that goes on as it did since ``pace``, time and examples, ends too late."""
+    if pace is None or learned == pace[1]:
+        return False
+    an_example = (time.time() - pace[0]) / (learned - pace[1])
+    return time.time() + an_example * (sum(asked.batches) - learned) > asked.ends_at
+
+
+def _step(asked: Asked, precision: str, world: World) -> TrainStep:
+    """The trainer's own step of one precision."""
+    other = _OTHER if precision == _OTHER_START else 0
+    settings = [*asked.settings, *PRECISIONS[precision]]
+    config = load_recipe(asked.recipe, settings, seed=asked.seed + other)
+    made = build_step(
+        config,
+        declared_schema(config),
+        world,
+        total_steps=len(asked.batches),
+        clock=StepClock(world.device),
+    )
+    if precision == AGAIN:
+        _nudge(made)
+    return made
+
+
+def _joined(sums: list[Tensor], tasks: Sequence[str]) -> np.ndarray:
+    return torch.stack(sums).cpu().numpy() if sums else np.zeros((0, len(tasks), 4))
 
 
 def scored(step: TrainStep, one: Drawn) -> Tensor:
@@ -167,10 +216,6 @@ def _sums(p_BA: Tensor, one: Drawn) -> Tensor:
     return (parts * known).sum(1).T
 
 
-def _on_gpu(world: World) -> bool:
-    return world.device.type == "cuda"
-
-
 def _wait(world: World) -> None:
-    if _on_gpu(world):
+    if world.device.type == "cuda":
         torch.cuda.synchronize()

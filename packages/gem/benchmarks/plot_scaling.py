@@ -4,10 +4,11 @@
 
 in the repository's root writes the rates that ship with `gem plan`, and the tables and the picture
 of docs/scaling.md. Rates are fitted to the row of h200 on one GPU, to collectives.jsonl and to the
-rows of attention, all under results; every other row of step.jsonl is a check. Three ways to hold
+rows of attention, all under results; every other row of step.jsonl is a check. Four ways to hold
 tables are forecast. 1D: one sharding group of all ranks. 2D: eight copies of every shard, on the
-GPUs of a host, averaged each step. Fully sharded 2D: the same, each copy keeping an eighth between
-steps. The dense part takes its best plan each time. Needs no GPU and no torch.
+GPUs of a host. Fully sharded 2D: the same, each copy keeping an eighth between steps. 2D with far
+copies: each of the eight copies of the tables on neighbouring hosts. The dense part takes its best
+plan each time. Needs no GPU and no torch.
 """
 
 import argparse
@@ -35,7 +36,14 @@ ROOT = Path(__file__).resolve().parents[3]
 PAGE, PICTURE = ROOT / "docs" / "scaling.md", ROOT / "docs" / "images" / "scaling.svg"
 GPUS = tuple(2**power for power in range(13))
 COPIES = 8
-WAYS = ("1D", "2D", "fully sharded 2D")
+WAYS = ("1D", "2D", "fully sharded 2D", "2D, far copies")
+# What each way fixes of the copies of tables.
+FIXED: dict[str, dict[str, int | bool | str]] = {
+    WAYS[0]: {"table_replicate": 1, "fully_sharded_tables": False},
+    WAYS[1]: {"table_replicate": COPIES, "table_copies": "near", "fully_sharded_tables": False},
+    WAYS[2]: {"table_replicate": COPIES, "table_copies": "near", "fully_sharded_tables": True},
+    WAYS[3]: {"table_replicate": COPIES, "table_copies": "far", "fully_sharded_tables": False},
+}
 # Rows of each table, beside those of the recipe: 100 times as many are 2.7 TB.
 TIMES = (1, 100)
 # What a recipe may choose beside its axes, each line on top of those before it.
@@ -48,8 +56,12 @@ CHOICES = {
         'parallel.balance="within_group"',
         "parallel.balance_group=64",
     ),
+    "gradients of rows exchanged between copies": ('parallel.table_replicas="gradients"',),
+    "each copy of the tables on neighbouring hosts": (),
     "gradients summed in bf16": ('parallel.reduce_dtype="bf16"',),
 }
+# From this one on copies lie far apart.
+FAR = "each copy of the tables on neighbouring hosts"
 # The last one rounds what many ranks add up, which no training has been measured with.
 PROVEN = tuple(CHOICES)[:-1]
 ALL_CHOICES = tuple(setting for name in PROVEN for setting in CHOICES[name])
@@ -57,6 +69,7 @@ STYLE = """
 .grid{stroke:#ddd}.axis{stroke:#888}.line{fill:none;stroke-width:2}
 text{font:12px sans-serif;fill:#333}.title{font-size:13px;font-weight:bold}
 .c0{stroke:#1668b8}.c1{stroke:#c4501b;stroke-dasharray:7 4}.c2{stroke:#2b8a3e;stroke-dasharray:2 3}
+.c3{stroke:#7a3fa0;stroke-dasharray:9 3 2 3}
 .k{stroke-width:2}svg.back{background:#fff}
 """
 
@@ -148,10 +161,9 @@ def forecasts(recipe: str, times: int, gpus: int, rates: Rates) -> list[Point]:
     work, tables, topology = work_of(config), tables_of(config), default_topology(gpus)
     points: list[Point] = []
     for way in WAYS:
-        copies = 1 if way == "1D" else COPIES
-        fixed = {"table_replicate": copies, "fully_sharded_tables": way == WAYS[2]}
-        found = None
-        if gpus % copies == 0 and (way == "1D" or gpus > COPIES):
+        fixed, found = FIXED[way], None
+        copies = 1 if way == WAYS[0] else COPIES
+        if gpus % copies == 0 and (way == WAYS[0] or gpus > COPIES):
             with contextlib.suppress(ConfigError):
                 found = search(
                     work,
@@ -182,6 +194,7 @@ def choices(recipe: str, rates: Rates, gpus: int = GPUS[-1]) -> tuple[list[str],
         Markdown of both.
     """
     settings: list[str] = []
+    fixed = FIXED[WAYS[1]]
     one: Forecast | None = None
     found: list[tuple[str, ParallelPlan, Forecast]] = []
     lines = [
@@ -190,13 +203,14 @@ def choices(recipe: str, rates: Rates, gpus: int = GPUS[-1]) -> tuple[list[str],
     ]
     for name, chosen in CHOICES.items():
         settings += chosen
+        fixed = FIXED[WAYS[3]] if name == FAR else fixed
         config = recipe_of(recipe, 1, settings)
         result = search(
             work_of(config),
             default_topology(gpus),
             tables=tables_of(config).step,
             rates=rates,
-            fixed={"table_replicate": COPIES, "fully_sharded_tables": False},
+            fixed=fixed,
             like=plan_of_recipe(config),
             most=1,
         )
@@ -207,6 +221,7 @@ def choices(recipe: str, rates: Rates, gpus: int = GPUS[-1]) -> tuple[list[str],
             for axis in (*DENSE_AXES, *SPARSE_AXES)
             if getattr(best.plan, axis) > 1
         )
+        axes += ", table_copies=far" if best.plan.table_copies == "far" else ""
         lines.append(f"| {name} | {best.step_ms:.1f} | {result.weak_scaling(best):.3f} | {axes} |")
     columns = [one, found[0][2], found[-1][2]] if one is not None else []
     parts = [

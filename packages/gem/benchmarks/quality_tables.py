@@ -2,8 +2,9 @@
 
     python packages/gem/benchmarks/quality_tables.py [--results FILE] [--page FILE]
 
-A table stands between ``<!-- table PROTOCOL TASK -->`` and ``<!-- end -->``. The tests of the
-repository read the page and the rows by code of their own.
+A table stands between ``<!-- table PROTOCOL TASK -->`` and ``<!-- end -->``; with ``any`` behind
+the task it is that of any number of passes. The tests of the repository read the page and the rows
+by code of their own.
 """
 
 import argparse
@@ -21,16 +22,20 @@ HEAD = (
     "| --- | --- | --- | --- | --- | --- | --- |"
 )
 # Recipes of ours, by protocol; peers are compared with the first.
-OURS = {"ml100k-time": ("ml100k-time", "ml100k-din"), "kuairand-days": ("kuairand-days",)}
+OURS = {
+    "ml100k-time": ("ml100k-cross", "ml100k-time", "ml100k-din"),
+    "kuairand-days": ("kuairand-days",),
+}
 Rows = list[dict[str, Any]]
 
 
-def table(rows: Rows, protocol: str, task: str) -> str:
+def table(rows: Rows, protocol: str, task: str, passes: str = "one") -> str:
     """The table of one task: ours first, then the peers, by kind of inputs and NE."""
     lines = [HEAD]
     for variant, words in VARIANTS.items():
-        settings = list(PROTOCOLS[protocol].raw) if variant == "raw" else []
-        for recipe in OURS[protocol]:
+        settings = PROTOCOLS[protocol].settings(variant, passes)
+        # Of any number of passes only the recipe that peers are compared with.
+        for recipe in OURS[protocol] if passes == "one" else OURS[protocol][:1]:
             (row,) = (
                 r
                 for r in rows
@@ -48,6 +53,7 @@ def table(rows: Rows, protocol: str, task: str) -> str:
             if r.get("protocol") == protocol
             and r["task"] == task
             and r["inputs"] == words
+            and r.get("passes", "one") == passes
             and r["model"] in titles
             and not r["settings"]
         ]
@@ -72,7 +78,7 @@ def _against(gap: dict[str, float]) -> list[str]:
 
 def _between(rows: Rows) -> list[str]:
     """Our two recipes on MovieLens: difference of NE and its interval."""
-    wanted = list(OURS["ml100k-time"])
+    wanted = ["ml100k-time", "ml100k-din"]
     (row,) = (r for r in rows if r.get("recipes") == wanted and not r["settings"])
     return [_figure(row[key]) for key in ("ne_difference", "low_95", "high_95")]
 
@@ -93,8 +99,8 @@ def main() -> None:
     chosen = parser.parse_args()
     rows = [json.loads(line) for line in chosen.results.read_text(encoding="utf-8").splitlines()]
     page = re.sub(
-        r"(<!-- table (\S+) (\S+) -->\n).*?(<!-- end -->)",
-        lambda m: f"{m[1]}\n{table(rows, m[2], m[3])}\n\n{m[4]}",
+        r"(<!-- table (\S+) (\S+?)(?: (any))? -->\n).*?(<!-- end -->)",
+        lambda m: f"{m[1]}\n{table(rows, m[2], m[3], m[4] or 'one')}\n\n{m[5]}",
         chosen.page.read_text(encoding="utf-8"),
         flags=re.DOTALL,
     )

@@ -8,6 +8,7 @@ folder that holds a sound recipe (`recipe.toml`), its data set (`data/`) and a f
 import contextlib
 import ctypes
 import io
+import json
 import multiprocessing
 import os
 import re
@@ -18,11 +19,13 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from gem.cli import main
+from gem.data.embedding_files import Manifest, write_manifest
 from gem.data.prepare import prepare
 from gem.data.synthetic_spec import SyntheticSpec
 
@@ -52,7 +55,9 @@ TRAIN = ("train", "recipe.toml", "--out", "new")
 RESUME = ("train", "recipe.toml", "--out", "run", "--resume")
 PREPARE = ("data", "prepare", "log.toml", "--out", "new")
 PREDICT = ("predict", "run", "--out", "new")
+SCORE = ("score", "artefact", "request.json")
 BALANCE = ("--set", "parallel.balance=global", "--set", "parallel.base_batch=1024")
+EMBEDDED = ("--set", "data.user_embeddings.up.folder=embedded")
 EXAMPLES = "data/examples/part-00000.parquet"
 # Two hosts of eight, and nothing between them.
 MACHINES = """
@@ -85,6 +90,11 @@ class Case:
 def write(path: str, content: str | bytes) -> Callable[[], object]:
     data = content.encode() if isinstance(content, str) else content
     return lambda: (Path(path).parent.mkdir(exist_ok=True), Path(path).write_bytes(data))
+
+
+def asked(candidates: dict[str, list[Any]], **more: object) -> Callable[[], object]:
+    """A request in a file."""
+    return write("request.json", json.dumps({"user": 1, "candidates": candidates, **more}))
 
 
 def own_log(words: str, log: str | bytes = "user,item,time,click\n") -> Callable[[], object]:
@@ -188,6 +198,22 @@ def renamed(before: str, after: str) -> Callable[[], None]:
         pq.write_table(table.rename_columns(names), EXAMPLES)
 
     return make
+
+
+def embeddings_of() -> None:
+    """A folder of embeddings, in which nobody has one."""
+    manifest = Manifest(
+        fingerprint="a" * 64,
+        version="0",
+        recipe="up",
+        dataset="synthetic",
+        width=4,
+        every_hours=24.0,
+        begin_ms=0,
+        until_ms=0,
+    )
+    Path("embedded").mkdir()
+    write_manifest(Path("embedded"), manifest)
 
 
 def set_key(key: str) -> tuple[str, ...]:
@@ -426,6 +452,77 @@ CASES = (
         *("The run", "a link that leads nowhere", PREDICT),
         lambda: Path("new").symlink_to("nowhere"),
     ),
+    Case(
+        *("Models that read one another", "embeddings of another version of the model"),
+        (*TRAIN, *EMBEDDED, "--set", f"data.user_embeddings.up.fingerprint={'b' * 64}"),
+        embeddings_of,
+    ),
+    Case(
+        *("Models that read one another", "a folder without embeddings"),
+        (*TRAIN, "--set", "data.user_embeddings.up.folder=data"),
+    ),
+    Case(
+        *("Models that read one another", "embeddings for a model that reads none"),
+        (*TRAIN, *EMBEDDED),
+        embeddings_of,
+    ),
+    Case(
+        *("Models that read one another", "a teacher that has predicted nothing"),
+        (*TRAIN, "--set", "data.teacher.folder=data"),
+    ),
+    Case(
+        *("Models that read one another", "tables of a run that is not there"),
+        (*TRAIN, "--set", "train.start_tables.run=nowhere"),
+    ),
+    Case(
+        *("Models that read one another", "refreshes of a model that is none of users"),
+        (*PREDICT, "--every", "24"),
+    ),
+    Case(
+        *("Models that read one another", "stages without a model of users"),
+        ("stages", "two.toml"),
+        write(
+            "two.toml",
+            '[upstream]\nrecipe = "synthetic-debug"\n[rankers.one]\nrecipe = "synthetic-debug"\n',
+        ),
+    ),
+    Case(
+        *("Models that read one another", "a slice by a column that holds no ids"),
+        ("data", "slice", "data", "--where", "price=1", "--out", "new"),
+    ),
+    Case("Serving", "an artefact to a folder in use", ("export", "run", "--out", "data")),
+    Case("Serving", "no artefact", ("score", "nowhere", "request.json")),
+    Case(
+        *("Serving", "an artefact of another version", SCORE),
+        replaced("artefact/artefact.json", '"gem_version": "', '"gem_version": "9.'),
+    ),
+    Case(
+        *("Serving", "weights that are not those of the manifest", SCORE),
+        replaced("artefact/artefact.json", '"fingerprint": "', '"fingerprint": "0'),
+    ),
+    Case(
+        *("Serving", "a file of an artefact that is gone", SCORE),
+        lambda: Path("artefact/tables.safetensors").unlink(),
+    ),
+    Case("Serving", "a number format that is none", (*SCORE, "--precision", "fp8")),
+    Case("Serving", "a limit that is none", ("serve", "artefact", "--limit", "max_candidate=9")),
+    Case("Serving", "malformed JSON", SCORE, write("request.json", '{"user": 1,')),
+    Case("Serving", "a request without an item", SCORE, asked({"position": [1]})),
+    Case("Serving", "an unknown input", SCORE, asked({"item_id": [1], "positon": [1]})),
+    Case("Serving", "an id that is a fraction", SCORE, asked({"item_id": [1, 2.5]})),
+    Case("Serving", "a million candidates", SCORE, asked({"item_id": [1] * 1_000_000})),
+    Case(
+        *("Serving", "an embedding that the ranker does not read", SCORE),
+        asked(
+            {"item_id": [1]},
+            vectors={"cached": {"vector": [1.0], "fingerprint": "0", "valid_from_ms": 0}},
+        ),
+    ),
+    Case(
+        *("Serving", "neighbours of vectors that are none"),
+        ("nearest", "data", "data/entities/item/part-00000.parquet", "--out", "new.parquet"),
+    ),
+    Case("Serving", "items of a model that has none", ("export-items", "run", "--out", "new")),
 )
 
 
@@ -434,8 +531,10 @@ def make_world(folder: Path) -> None:
     options = SyntheticSpec(rows=400, users=40, items=30, categories=4, max_backlog_events=12)
     prepare("synthetic", folder / "data", options=options)
     (folder / "recipe.toml").write_text(RECIPE)
-    code, _, err = run(folder, ("train", "recipe.toml", "--out", "run"))
-    assert code == 0, err
+    (folder / "request.json").write_text('{"user": 1, "candidates": {"item_id": [1, 2, 3]}}')
+    for words in ((*TRAIN[:-1], "run"), ("export", "run", "--out", "artefact")):
+        code, _, err = run(folder, words)
+        assert code == 0, err
 
 
 def run(folder: Path, words: tuple[str, ...]) -> tuple[object, str, str]:

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from gem import cli
 from gem.cli import main
+from gem.commands.ending import end_early
 from gem.config import shipped_recipes
 from gem.data.prepare import NAMES, default_folder, prepare
 from gem.train import held_out
@@ -151,7 +151,10 @@ def test_user_errors_are_one_line_and_exit_code_2(gem, tiny_file, tmp_path):
     [
         (["frobnicate"], "gem: COMMAND must be one of train, eval, predict, "),
         (["trian", "x"], "got 'trian'; did you mean train?"),
-        (["data", "chek"], "gem data: COMMAND must be one of prepare, check; got 'chek'; did you"),
+        (
+            ["data", "chek"],
+            "gem data: COMMAND must be one of prepare, slice, check; got 'chek'; did you",
+        ),
         (["train"], "gem train: RECIPE must be given; got nothing; see gem train --help"),
         (["train", "x", "--sed", "3"], "; got --sed; did you mean --seed?"),
         (["--zzz"], "gem: OPTION must be one of --debug, --version, --help; got --zzz; see gem"),
@@ -374,7 +377,7 @@ def test_command_that_goes_on_has_the_hosts_and_the_ranks_of_each(
     for name, value in places.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as ending:
-        cli._end_early("stopped", signal.SIGTERM)
+        end_early("stopped", signal.SIGTERM)
     assert ending.value.code == 0
     assert f" -m {launch}gem train mine.toml --resume\n" in capsys.readouterr().err
 

@@ -20,7 +20,8 @@ def world():
     sys.path.insert(0, str(BENCHMARKS))
     import known_rates
 
-    config = load_recipe(str(BENCHMARKS / "known_rates.toml"))
+    longer = ["data.synthetic.max_backlog_events=12", "data.streams.impressions.max_events=12"]
+    config = load_recipe(str(BENCHMARKS / "known_rates.toml"), longer)
     cpu = torch.device("cpu")
     return known_rates.KnownRates(
         config.data.synthetic, declared_schema(config), seed=3, device=cpu
@@ -82,7 +83,7 @@ def base(world):
     import known_rates_run
 
     losses = 100 * (1 + 0.1 * np.random.default_rng(0).random((64, 1, 4)))
-    return known_rates_run.Run(losses, losses, ("click",), 1, 128, "", 1.0, 0.0, 0.0, "cpu")
+    return known_rates_run.Run(losses, losses, (128,) * 64, ("click",), 1, "", 1.0, "cpu")
 
 
 def test_runs_on_the_same_batches_are_compared(base):
@@ -131,7 +132,7 @@ def test_a_row_holds_the_seeds_that_both_sides_have(base):
     from known_rates_compare import row, told
     from known_rates_run import Asked
 
-    asked = Asked("fp8_block", 3, "recipe", (), 64 * 128, 0, "cpu", 0.0)
+    asked = Asked(("bf16", "fp8_block"), 3, "recipe", (), (128,) * 64, 0, "cpu", 0.0)
     off = {n: replace(base, seed=n, progressive=base.progressive * (1 + n * 1e-3)) for n in (1, 2)}
     whole = dict.fromkeys((1, 2, 3), base)
     made = row("fp8_block", 0, {"bf16": whole, "fp8_block": off}, asked)
@@ -139,3 +140,34 @@ def test_a_row_holds_the_seeds_that_both_sides_have(base):
     assert made["progressive"]["of_rates"]["by_seed_frac"] == pytest.approx([1e-3, 2e-3])
     assert "2 seeds" in told(made)
     assert row("fp8_block", 0, {"bf16": whole}, asked) is None
+    # Where a seed ended early, the row holds no held-out examples, and says how many it has seen.
+    short = replace(base, batches=(128,) * 9, progressive=base.progressive[:9],
+                    held_out=base.held_out[:0])  # fmt: skip
+    early = row("fp8_block", 0, {"bf16": {1: base, 2: short}, "fp8_block": {1: base, 2: short}},
+                asked)  # fmt: skip
+    assert early["held_out"] is None
+    assert early["examples"] == 9 * 128
+
+
+def test_half_of_the_examples_and_not_of_the_batches_is_the_second_half(base):
+    from bench_known_rates import batches_of
+
+    sizes = batches_of(10_000, 1_000, 100, 1_000)
+    assert sizes == (100,) * 10 + (1_000,) * 9
+    assert batches_of(999, 10_000, 100, 1_000) == (100,) * 9
+    one = replace(base, batches=sizes, progressive=base.progressive[:19])
+    assert len(one.of("second_half")) == 5  # those that end beyond 5,000
+
+
+def test_a_spare_seed_gives_way_where_the_time_will_not_suffice(world):
+    import time
+
+    from known_rates_run import Asked, _late
+
+    def late(seconds_left, learned):
+        asked = Asked(("bf16",), 1, "", (), (10,) * 10, 0, "cpu", time.time() + seconds_left)
+        return _late(asked, (time.time() - 8.0, 20), learned)  # 20 learned 8 seconds ago
+
+    assert not late(9.0, 60)  # 40 in 8 seconds: 40 more take as long
+    assert late(7.0, 60)
+    assert not late(0.1, 20)

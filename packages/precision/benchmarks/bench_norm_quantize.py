@@ -1,6 +1,7 @@
 """Time ``norm_quantize`` against a copy, against a norm and quantising one by one, and compiled.
 
-What bounds it is memory: its row tells which share of the bandwidth of a copy it reaches.
+What bounds it is memory: the copy is one of as many bytes, half read and half written, so that its
+time over the own one is the share of the bandwidth of a copy that is reached.
 
 Run ``python packages/precision/benchmarks/bench_norm_quantize.py`` in the repository's root.
 """
@@ -100,7 +101,16 @@ def _tensors(made: Made) -> list[Tensor]:
 
 def rows_of(case: NormQuantizeCase, device: str) -> list[BenchCase]:
     inputs = inputs_of(case, device, case.rows)
-    peers: dict[str, Call] = {"copy": inputs[0].clone, "chain": partial(chain, case, *inputs)}
+    cost = norm_quantize_cost(
+        rows=case.rows,
+        width=case.width,
+        element_bytes=inputs[0].element_size(),
+        along=case.along,
+        read=1 + case.before,
+    )
+    # As many bytes as the case has, half of them read.
+    copied = torch.zeros(cost.bytes // 2, dtype=torch.uint8, device=device)
+    peers: dict[str, Call] = {"copy": copied.clone, "chain": partial(chain, case, *inputs)}
     if device.startswith("cuda") and case.name in COMPILED:
         peers["compiled"] = partial(torch.compile(partial(plain, case), dynamic=False), *inputs)
     return [
@@ -108,13 +118,7 @@ def rows_of(case: NormQuantizeCase, device: str) -> list[BenchCase]:
             name=case.name,
             run=partial(ours, case, *inputs),
             check=partial(check, case, device),
-            cost=norm_quantize_cost(
-                rows=case.rows,
-                width=case.width,
-                element_bytes=inputs[0].element_size(),
-                along=case.along,
-                read=1 + case.before,
-            ),
+            cost=cost,
             shapes={
                 "rows": case.rows,
                 "width": case.width,

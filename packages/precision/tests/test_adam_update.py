@@ -132,6 +132,7 @@ def test_interpreted_kernel(factor, monkeypatch):
     # Whole chunks, a broken one and a tensor smaller than a block.
     monkeypatch.setattr(kernel, "_CHUNK", 256)
     monkeypatch.setattr(kernel, "_BLOCK", 128)
+    monkeypatch.setattr(kernel, "_TAIL", 32)
     kernel._chunks.cache_clear()
     shapes = ((40, 15), (7,), (0, 3), ())
     got = updated(shapes, factor=factor, impl="triton")
@@ -239,16 +240,21 @@ def test_no_decay_in_the_mean_and_none_of_it():
 
 @pytest.mark.interpreter
 def test_kernels_compile_to_wide_loads_without_spills():
-    names = ("table_ptr", "chunks_ptr")
-    variant = KernelVariant(
+    numbers = dict.fromkeys(("beta1", "rest1", "beta2", "rest2", "eps"), "fp32")
+    pointers = {"table_ptr": "*i64", "scalars_ptr": "*fp32", "chunks_ptr": "*i64"}
+    pointers |= {"factor_ptr": "*fp32"}
+    move = KernelVariant(
         "_adam_kernel",
-        {**dict.fromkeys(names, "*i64"), "rates_ptr": "*fp64", "factor_ptr": "*fp32",
-         "log_beta_ptr": "*fp64",
-         **dict.fromkeys(("beta1", "rest1", "beta2", "rest2", "eps"), "fp32")},
-        {"FACTOR": True, "HALF": True, "COPY": True, "ALIGNED": True, "CHUNK": 32_768,
-         "BLOCK": 1024},
-        aligned=[*names, "rates_ptr", "factor_ptr", "log_beta_ptr"],
+        {**pointers, **numbers},
+        {"FACTOR": True, "HALF": True, "COPY": True, "ALIGNED": True, "CHUNK": 4096,
+         "BLOCK": 1024, "TAIL": 128},
+        aligned=list(pointers),
     )  # fmt: skip
-    for done in compile_kernels("gem_precision.kernels.adam_update.kernel", [variant]):
+    given = {"table_ptr": "*i64", "rates_ptr": "*fp64", "log_beta_ptr": "*fp64"}
+    given |= {"scalars_ptr": "*fp32"}
+    before = KernelVariant("_scalars_kernel", given, {}, warps=1)
+    for done in compile_kernels("gem_precision.kernels.adam_update.kernel", [move, before]):
         assert done.stack_bytes == 0
-        assert done.ptx.count("ld.global.v4.b32") >= 6
+        if done.variant == move:
+            assert done.ptx.count("ld.global.v4.b32") >= 6
+            assert done.registers <= 80  # at least six programs on a multiprocessor

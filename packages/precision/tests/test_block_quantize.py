@@ -25,6 +25,7 @@ from gem_precision.ops import (
     block_dequantize_into,
     block_quantize,
     block_quantize_both,
+    block_quantize_untraced,
 )
 
 anywhere = pytest.mark.parametrize(
@@ -229,6 +230,17 @@ def test_numbers_are_written_in_one_pass_as_plain_torch_gives_them(impl, device,
     assert bool(right.isnan().any())
     found, right = found.nan_to_num(0.0).view(bits), right.nan_to_num(0.0).view(bits)
     assert torch.equal(found, right)
+
+
+@anywhere
+def test_without_the_operator_the_bytes_are_the_same(impl, device):
+    x_TD = wild(140, 200).to(device)
+    for x in (x_TD, x_TD[:, 3:131], x_TD.T):
+        matrix, plain = block_quantize(x, block="128x128"), block_quantize_untraced(x, impl=impl)
+        assert plain.block == matrix.block
+        assert torch.equal(plain.elements_TD, matrix.elements_TD)
+        scales = (each.scales.view(torch.int32) for each in (plain, matrix))
+        assert torch.equal(*scales)
 
 
 def test_where_numbers_cannot_be_written_is_refused():

@@ -11,6 +11,7 @@ from gem_precision.contract import PrecisionRecipe
 from gem_precision.guard import factor_figures, guard_recipe
 from gem_precision.kernels.quantized_linear.op import formats_named
 from gem_precision.layers import Projection
+from gem_precision.rounding import NEAREST
 
 WIDTH = 256
 CPU = torch.device("cpu")
@@ -162,6 +163,28 @@ def test_the_model_is_as_before():
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     assert all(p.grad is None for p in net.parameters())
     assert not any(layer._forward_hooks for layer in net.layers)
+
+
+def test_rounding_by_chance_draws_nothing_and_a_rotation_is_judged_as_it_is():
+    net = model()
+    keys = {"recipe": "mxfp8_rceil", "least_width": 1}
+    before = torch.get_rng_state()
+    by_chance = guarded(net, PrecisionRecipe(**keys, stochastic_rounding=True))
+    assert torch.equal(torch.get_rng_state(), before)
+    plain = guarded(net, PrecisionRecipe(**keys))
+    assert by_chance == plain
+    turned = guarded(net, PrecisionRecipe(**keys, random_hadamard=True))
+    assert all(layer.rounding == NEAREST for layer in net.modules() if hasattr(layer, "rounding"))
+    # A rotation makes no layer of a healthy model worse, and changes what is looked at.
+    assert turned.take_out() == ()
+    for one, other in zip(
+        sorted(turned.layers, key=lambda layer: layer.name),
+        sorted(plain.layers, key=lambda layer: layer.name),
+        strict=True,
+    ):
+        assert one.input.amax != other.input.amax
+        assert one.error_frac == pytest.approx(other.error_frac, rel=0.2)
+        assert one.gradient.error_frac < 0.04
 
 
 def test_a_recipe_that_changes_nothing_is_refused():

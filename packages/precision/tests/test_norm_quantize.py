@@ -4,9 +4,12 @@ Norms and quantising are tested by themselves, in other files and by other oracl
 of both is the oracle, of the same implementation, and plain numbers in fp64 beside it.
 """
 
+import json
+
 import pytest
 import torch
 
+from gem_opkit.checks import run_fresh
 from gem_opkit.compile_checks import KernelVariant, compile_kernels
 from gem_opkit.errors import ConfigError, DeviceError, DtypeError, ShapeError, UnsupportedError
 from gem_opkit.testing import (
@@ -81,6 +84,16 @@ def chain(x_TD, kind, impl, *, before_TD=None, after_TD=None, gain_D=None):
     return [t.cpu() for m in matrices for t in (m.elements_TD, m.scales)]
 
 
+def strips_on_hopper(x_TD, kind, beside):
+    """Whether both orientations are one kernel for rows that are too wide for the portable one."""
+    if not x_TD.is_cuda:
+        return False
+    from gem_precision.kernels.norm_quantize.kernel_sm90 import supports
+
+    operands = (x_TD, *(beside.get(name) for name in ("before_TD", "after_TD", "gain_D")))
+    return supports(operands, centred=kind == "layer", along="both")
+
+
 def check(x_TD, kind, impl, **beside):
     with poisoned_empty("all"), count_launches() as launches:
         made = fused(x_TD, kind, impl, **beside)
@@ -89,7 +102,7 @@ def check(x_TD, kind, impl, **beside):
     width, apart = x_TD.shape[1], 0
     if kind == "layer" and width.bit_count() > 1:
         apart = 3
-    elif width > 512:
+    elif width > 512 and not strips_on_hopper(x_TD, kind, beside):
         apart = 1
     assert launches.count == (5 + apart if impl == "triton" and x_TD.numel() else 0)
     for got, expected in zip(made, chain(x_TD, kind, impl, **beside), strict=True):
@@ -151,6 +164,10 @@ def test_interpreted_kernel(kind):
         (2_048, torch.bfloat16, "rms", True),
         (4_096, torch.bfloat16, "layer", False),
         (16_384, torch.bfloat16, "rms", False),
+        (256, torch.bfloat16, "layer", False),
+        (1_024, torch.bfloat16, "rms", False),
+        (1_536, torch.bfloat16, "rms", False),
+        (2_048, torch.bfloat16, "layer", False),
     ],
 )
 def test_kernel_on_gpu(width, dtype, kind, around):
@@ -221,6 +238,27 @@ def test_refuses():
             ),
         ]
     )
+
+
+# What Hopper's kernels take beside a norm: one of these, and for strips a gain alone.
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["before_TD", "gain_D"])
+@pytest.mark.parametrize(("width", "kind"), [(512, "rms"), (1_024, "layer"), (2_048, "rms")])
+def test_what_stands_beside_the_norm_on_gpu(width, kind, name):
+    rows = 2**23 // width + 5
+    x_TD, beside = inputs(rows, width, around=True, dtype=torch.bfloat16, device="cuda")
+    check(x_TD, kind, "triton", **{name: beside[name]})
+
+
+# Every number of a format in its place: zeros, the smallest, the largest, infinities and NaN.
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [512, 2_048])
+def test_rows_that_are_odd_on_gpu(width):
+    x_TD, _ = inputs(200, width, dtype=torch.bfloat16, device="cuda")
+    x_TD[3, 5], x_TD[40, 7], x_TD[41, 9] = torch.nan, torch.inf, -torch.inf
+    x_TD[64:97], x_TD[100], x_TD[101] = 0.0, 1e-38, 3e38
+    x_TD[130, 1:] = 0.0
+    check(x_TD, "rms", "triton")
 
 
 @anywhere
@@ -308,12 +346,86 @@ def test_kernels_compile_without_spills():
         assert "cvt.rn.satfinite.e4m3x2.f32" in done.ptx, done.variant
 
 
+# Gluon has no interpreter: without a GPU its kernels can only be compiled.
+_HOPPER = """
+import json, pathlib, re, subprocess, tempfile
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+from gem_precision.kernels.norm_quantize import kernel_sm90 as module
+
+TOOLS = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin"
+SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+FORM = dict(CENTRED=True, GAIN=True, RCEIL=True, LARGEST_EXPONENT=8, E4M3=True)
+
+def compiled(kernel, constants):
+    options = {n: constants.pop(n) for n in ("num_warps", "maxnreg") if n in constants}
+    constants = constants | FORM
+    tile = f"tensordesc<bf16[{constants.get('AT_ONCE')},32,64],{SWIZZLED!r}>"
+    types = dict.fromkeys(["x_ptr", "before_ptr", "gain_ptr"], "*bf16")
+    types |= dict(x_desc=tile, eps="fp32")
+    names = kernel.arg_names
+    types = {n: "*u8" if n.endswith("_ptr") else "i32" for n in names} | types
+    if constants.get("WIDE"):
+        types["scales_ptr"] = "*i32"
+    signature = {n: "constexpr" if n in constants else types[n] for n in names}
+    values = {(i,): constants[n] for i, n in enumerate(names) if n in constants}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names)
+               if signature[n].startswith("*") or n == "width"}
+    made = triton.compile(
+        GluonASTSource(kernel, signature, values, aligned),
+        target=GPUTarget("cuda", 90, 32), options=options,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        source = pathlib.Path(folder) / "kernel.ptx"
+        source.write_text(made.asm["ptx"])
+        said = subprocess.run(
+            [TOOLS / "ptxas", "-v", "--gpu-name=sm_90a", source, "-o", folder + "/kernel.cubin"],
+            capture_output=True, text=True, check=True,
+        ).stderr
+    stack, = re.findall(r"(\\d+) bytes stack frame", said)
+    registers, = re.findall(r"Used (\\d+) registers", said)
+    threads = 32 * options["num_warps"]
+    return dict(
+        stack=int(stack), on_multiprocessor=65_536 // (int(registers) * threads),
+        shared=made.metadata.shared, wanted=1 + ("maxnreg" in options),
+        stores="st.global.v2.b32" in made.asm["ptx"],
+    )
+
+both = dict(ROWS=True, COLUMNS=True, SQUARE=False)
+done = [compiled(module.norm_quantize_strips_kernel, module.strips_constants(width) | both)
+        for width in (512, 1_024, 2_048)]
+done += [compiled(module.norm_quantize_rows_kernel,
+                  module.rows_constants(width, wide=wide) | dict(BEFORE=False))
+         for width, wide in ((512, False), (2_048, True))]
+print(json.dumps(done))
+"""
+
+
+@pytest.mark.interpreter
+def test_hopper_kernels_compile_without_spills():
+    for report in json.loads(run_fresh(_HOPPER, timeout_s=300).splitlines()[-1]):
+        assert report["stack"] == 0, report
+        assert report["on_multiprocessor"] >= report["wanted"], report
+        assert report["wanted"] * (report["shared"] + 1024) <= 228 * 1024, report
+        assert report["stores"], report  # 8 bytes leave a thread at once
+
+
 @pytest.mark.gpu
 @pytest.mark.memcheck
 @pytest.mark.parametrize("shape", [(35, 130), (7, 1)])
 def test_right_on_odd_sizes(shape):
     x_TD, beside = inputs(*shape, around=True, device="cuda")
     check(x_TD, "layer", "triton", **beside)
+
+
+@pytest.mark.gpu
+@pytest.mark.memcheck
+@pytest.mark.parametrize("shape", [(35, 512), (7, 1_984), (70, 272)])
+def test_right_on_odd_sizes_in_bf16(shape):
+    x_TD, _ = inputs(*shape, dtype=torch.bfloat16, device="cuda")
+    check(x_TD, "rms", "triton")
 
 
 @pytest.mark.gpu

@@ -62,6 +62,11 @@ class SelfAttention(nn.Module):
     product_format: MxScaling | None = None
     rounding: Rounding = NEAREST
 
+    @property
+    def draws_random(self) -> bool:
+        """Whether a forward pass that learns draws from torch's generator."""
+        return self.rounding.stochastic
+
     def __init__(self, model_width: int, spec: AttentionSpec) -> None:
         super().__init__()
         if spec.pattern == "block" and spec.activation != "softmax":
@@ -305,6 +310,11 @@ class CrossAttention(nn.Module):
 
     product_format: MxScaling | None = None
     rounding: Rounding = NEAREST
+
+    @property
+    def draws_random(self) -> bool:
+        """Whether a forward pass that learns draws from torch's generator."""
+        return self.rounding.stochastic
 
     def __init__(self, model_width: int, spec: AttentionSpec, context_width: int) -> None:
         super().__init__()

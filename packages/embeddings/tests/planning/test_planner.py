@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from gem_embeddings.contract import LookupSpec, OptimizerSpec, TableLoad, TableSpec
 from gem_embeddings.plan import explain_tables, place_tables, plan_tables
+from gem_embeddings.planning.links import group_links
 from gem_embeddings.planning.spec import PlanningSpec, TableFamily, TableRates
 from gem_embeddings.planning.traffic import expected_unique
 from gem_opkit.errors import ConfigError, UnsupportedError
@@ -33,6 +34,20 @@ def machines(hosts, ranks_per_host=8):
         zone_tier=ZONE,
         cluster_tier=CLUSTER,
     )
+
+
+def test_far_copies_leave_a_group_its_near_links():
+    """Sixteen hosts of eight in zones of four: groups of 32 fill a zone, or are spread over all."""
+    sizes = {"ranks": 128, "table_shard": 32, "table_replicate": 4}
+    near, far = (group_links(machines(16), **sizes, copies=copies) for copies in ("near", "far"))
+    assert [near.shares[tier.name] for tier in (NVLINK, ZONE, CLUSTER)] == [1 / 32, 6 / 32, 24 / 32]
+    assert [far.shares[tier.name] for tier in (NVLINK, ZONE, CLUSTER)] == [7 / 32, 24 / 32, 0]
+    assert (near.host_ranks, far.host_ranks) == (2, 8)
+    assert (near.replica_tier, far.replica_tier) == (NVLINK, CLUSTER)
+    assert (near.spread_tier, far.spread_tier) == (CLUSTER, ZONE)
+    assert far.ms_per_byte() < near.ms_per_byte()
+    with pytest.raises(ConfigError, match=r"table_shard must divide ranks_per_host=8 or .* got 12"):
+        group_links(machines(3), ranks=24, table_shard=12, table_replicate=2, copies="far")
 
 
 def table(name, rows, columns=32, **options):

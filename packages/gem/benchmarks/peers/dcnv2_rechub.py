@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from inputs import Inputs, padded
-from runner import run_peer
+from runner import EPOCHS, best_epoch, run_peer
 from torch_rechub.basic.features import DenseFeature, SequenceFeature, SparseFeature
 from torch_rechub.basic.initializers import RandomNormal
 from torch_rechub.models.ranking import DCNv2
@@ -68,10 +68,10 @@ def batches(
 
 
 def fit(inputs: Inputs, setting: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
-    """Train one epoch in shuffled order."""
+    """Train in shuffled order, for one epoch or until the valid rows get no better."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
-    order = np.random.default_rng(seed).permutation(inputs.splits["train"].rows)
+    rng = np.random.default_rng(seed)
     model = DCNv2(
         features(inputs),
         n_cross_layers=3,
@@ -85,14 +85,20 @@ def fit(inputs: Inputs, setting: dict[str, Any], seed: int) -> dict[str, np.ndar
             n_epoch=1,
             model_path=folder,
         )
-        trainer.fit(batches(inputs, "train", order, setting["batch"]))
-    found = {}
-    for split in ("valid", "test"):
-        rows = np.arange(inputs.splits[split].rows)
-        found[split] = np.array(
-            trainer.predict(model, batches(inputs, split, rows, 2048)), np.float32
-        )
-    return found
+
+        def train() -> None:
+            order = rng.permutation(inputs.splits["train"].rows)
+            trainer.fit(batches(inputs, "train", order, setting["batch"]))
+
+        def predict() -> dict[str, np.ndarray]:
+            found = {}
+            for split in ("valid", "test"):
+                rows = np.arange(inputs.splits[split].rows)
+                of_rows = trainer.predict(model, batches(inputs, split, rows, 2048))
+                found[split] = np.array(of_rows, np.float32)
+            return found
+
+        return best_epoch(inputs.splits["valid"].label, setting[EPOCHS], train, predict)
 
 
 def _plain(name: str) -> str:
@@ -100,4 +106,4 @@ def _plain(name: str) -> str:
 
 
 if __name__ == "__main__":
-    run_peer(fit, SETTINGS, ["torch-rechub", "torch", "numpy"])
+    run_peer(fit, SETTINGS, ["torch-rechub", "torch", "numpy"], counts_epochs=True)

@@ -7,7 +7,7 @@ import torch
 from deepctr_torch.inputs import DenseFeat, SparseFeat, VarLenSparseFeat
 from deepctr_torch.models import DIN
 from inputs import Inputs, lengths, padded
-from runner import run_peer
+from runner import EPOCHS, best_epoch, run_peer
 
 EVENTS = 50
 WIDTH = 16
@@ -56,7 +56,7 @@ def columns(inputs: Inputs, split: str) -> dict[str, np.ndarray]:
 
 
 def fit(inputs: Inputs, setting: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
-    """Train one epoch in shuffled order."""
+    """Train in shuffled order, for one epoch or until the valid rows get no better."""
     torch.set_num_threads(1)
     model = DIN(
         features(inputs),
@@ -72,8 +72,15 @@ def fit(inputs: Inputs, setting: dict[str, Any], seed: int) -> dict[str, np.ndar
     )
     model.compile(torch.optim.Adam(model.parameters(), lr=setting["lr"]), "binary_crossentropy")
     label = inputs.splits["train"].label
-    model.fit(columns(inputs, "train"), label, batch_size=setting["batch"], epochs=1, verbose=0)
-    return {split: model.predict(columns(inputs, split), 2048)[:, 0] for split in ("valid", "test")}
+
+    def train() -> None:
+        model.fit(columns(inputs, "train"), label, batch_size=setting["batch"], epochs=1, verbose=0)
+
+    def predict() -> dict[str, np.ndarray]:
+        splits = ("valid", "test")
+        return {split: model.predict(columns(inputs, split), 2048)[:, 0] for split in splits}
+
+    return best_epoch(inputs.splits["valid"].label, setting[EPOCHS], train, predict)
 
 
 def _bags(inputs: Inputs) -> list[str]:
@@ -92,4 +99,4 @@ def _plain(name: str) -> str:
 
 
 if __name__ == "__main__":
-    run_peer(fit, SETTINGS, ["deepctr-torch", "torch", "numpy"])
+    run_peer(fit, SETTINGS, ["deepctr-torch", "torch", "numpy"], counts_epochs=True)

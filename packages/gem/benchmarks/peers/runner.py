@@ -17,6 +17,10 @@ import numpy as np
 from inputs import Inputs, read_inputs
 
 Fit = Callable[[Inputs, dict[str, Any], int], dict[str, np.ndarray]]
+# Under any number of passes: epochs of a neural model, which stops at the first that is no better
+# on the valid rows.
+MOST_EPOCHS = 5
+EPOCHS = "epochs"
 
 
 def run_peer(
@@ -25,6 +29,7 @@ def run_peer(
     packages: Sequence[str],
     *,
     draws_numbers: bool = True,
+    counts_epochs: bool = False,
 ) -> None:
     """Read the command line, train, and write predictions with a report beside them.
 
@@ -33,6 +38,8 @@ def run_peer(
         settings: all that are tried, each with the first seed.
         packages: whose versions are reported.
         draws_numbers: whether the seed makes a difference; if not, one run stands for all seeds.
+        counts_epochs: whether the model trains by epochs, of which it takes ``epochs`` at most;
+            others see the rows as often as they like in any case.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--inputs", type=Path, required=True)
@@ -40,16 +47,22 @@ def run_peer(
     parser.add_argument("--variant", choices=["statistics", "raw"], required=True)
     parser.add_argument("--seeds", type=int, nargs="+", required=True)
     parser.add_argument("--out", type=Path, required=True, help="predictions; report beside them")
+    parser.add_argument("--passes", choices=["one", "any"], default="one")
     chosen = parser.parse_args()
     inputs = read_inputs(chosen.inputs, chosen.task, chosen.variant)
     label = inputs.splits["valid"].label
+    if counts_epochs:
+        most = 1 if chosen.passes == "one" else MOST_EPOCHS
+        settings = [{**setting, EPOCHS: most} for setting in settings]
     first, seconds = chosen.seeds[0], []
     tried, found = [], []
     for setting in settings:
         began = time.perf_counter()
         found.append(fit(inputs, setting, first))
         seconds.append(time.perf_counter() - began)
-        tried.append({"setting": setting, "valid_logloss": log_loss(label, found[-1]["valid"])})
+        taken = {EPOCHS: int(found[-1].pop(EPOCHS))} if counts_epochs else {}
+        loss = log_loss(label, found[-1]["valid"])
+        tried.append({"setting": setting | taken, "valid_logloss": loss})
         print(json.dumps(tried[-1]), f"{seconds[-1]:.1f} s", flush=True)
     best = min(range(len(tried)), key=lambda place: tried[place]["valid_logloss"])
     runs = [found[best]]
@@ -59,9 +72,10 @@ def run_peer(
             continue
         began = time.perf_counter()
         runs.append(fit(inputs, settings[best], seed))
+        runs[-1].pop(EPOCHS, None)
         seconds.append(time.perf_counter() - began)
     report = {
-        "setting": settings[best],
+        "setting": tried[best]["setting"],
         "tried": tried,
         "fit_s": float(np.median(seconds)),
         "draws_numbers": draws_numbers,
@@ -72,6 +86,33 @@ def run_peer(
     }
     splits = {name: np.stack([r[name] for r in runs]).astype(np.float32) for name in found[0]}
     np.savez(chosen.out, **splits, report=np.array(json.dumps(report)))
+
+
+def best_epoch(
+    label: np.ndarray,
+    most: int,
+    train: Callable[[], None],
+    predict: Callable[[], dict[str, np.ndarray]],
+) -> dict[str, np.ndarray]:
+    """Train epoch by epoch until the valid rows get no better.
+
+    Args:
+        label: of the valid rows.
+        most: epochs at most.
+        train: trains one more.
+        predict: predictions of the splits valid and test by the model as it is.
+
+    Returns:
+        the predictions of the best epoch, and ``epochs``, its number.
+    """
+    best: dict[str, np.ndarray] = {}
+    for epoch in range(1, most + 1):
+        train()
+        found = predict()
+        if best and log_loss(label, found["valid"]) >= log_loss(label, best["valid"]):
+            break
+        best = found | {EPOCHS: np.int64(epoch)}
+    return best
 
 
 def log_loss(label: np.ndarray, p: np.ndarray) -> float:

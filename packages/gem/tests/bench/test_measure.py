@@ -166,11 +166,15 @@ def test_rows_have_what_earlier_rows_have(report, tmp_path):
     assert row["flops_per_example"] * 32 == pytest.approx(row["flops_a_step"])
     write_row(tmp_path, report)
     write_row(tmp_path, report.model_copy(update={"impl": "reference"}))
+    # Beside the recipe's own, which plans are calibrated with.
+    write_row(tmp_path, report.model_copy(update={"settings": ("train.compile=aot_eager",)}))
     files = {path.name: path.read_text().splitlines() for path in (tmp_path / "cpu").iterdir()}
     assert {name: len(lines) for name, lines in files.items()} == {
         "step.jsonl": 1,
         "step_reference.jsonl": 1,
+        "step_set.jsonl": 1,
     }
+    assert json.loads(files["step_set.jsonl"][0])["case"].endswith(", train.compile=aot_eager")
     assert json.loads(files["step.jsonl"][0])["case"].startswith("synthetic-debug, 1 ranks")
     assert {f"{json.loads(lines[0])['bench']}.jsonl" for lines in files.values()} == files.keys()
 

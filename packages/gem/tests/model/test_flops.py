@@ -1,10 +1,14 @@
 """FLOPs from plain integers against torch's counter over the real modules."""
 
+from dataclasses import replace
+
 import pytest
+import torch
 from batches import PLAIN, SCHEMA, ragged_batch, random_batch
 from pydantic import TypeAdapter
 from torch.utils.flop_counter import FlopCounterMode
 
+from gem.data.schema import VectorInput
 from gem.model.build import build_model
 from gem.model.flops import PassFlops, batch_flops, total_flops, training_flops
 from gem.model.heads import multi_task_loss
@@ -72,9 +76,11 @@ def counted(spec, schema, batch):
     """What torch's counter sees in a forward and in a whole step."""
     model = build_model(spec, schema)
     with FlopCounterMode(display=False) as counter:
-        logits_BA = model(batch)
+        found = model(batch)
+        logits_BA, sum_K = found if isinstance(found, tuple) else (found, None)
         forward = counter.get_total_flops()
-        multi_task_loss(logits_BA, batch, (1.0,) * len(schema.labels)).backward()
+        loss = multi_task_loss(logits_BA, batch, (1.0,) * len(schema.labels))
+        (loss if sum_K is None else loss + sum_K.sum()).backward()
         total = counter.get_total_flops()
     return PassFlops(forward, total - forward)
 
@@ -84,6 +90,32 @@ def test_equals_torch_s_counter(given):
     spec = read(given)
     batch = ragged_batch(7)
     assert batch_flops(spec, SCHEMA, batch) == counted(spec, SCHEMA, batch)
+
+
+USER_STREAM = {"width": 8, "summary_tokens": 2, "seeds": 4, "target_tokens": 0}
+OWNED = {"of_user": ("user", "age"), "of_item": ("item", "genre")}
+
+
+@pytest.mark.parametrize(
+    ("changes", "inputs"),
+    [
+        ({"stream": USER_STREAM, "streams": {}, "user_model": {"width": 5}}, OWNED),
+        ({"distillation": {"hidden_widths": [6, 5], "adapter_hidden": 7}}, {"teacher": True}),
+        ({"distillation": {"adapter": False}}, {"teacher": True}),
+        ({}, {"vectors": (VectorInput(name="a", width=3), VectorInput(name="b", width=6))}),
+    ],
+    ids=["user model", "distillation", "no adapter", "cached embeddings"],
+)
+def test_what_models_give_one_another_is_counted(changes, inputs):
+    spec, schema = read({**GEM, **changes}), SCHEMA.model_copy(update=inputs)
+    batch = ragged_batch(7)
+    vectors_BV, teacher_BA = torch.ones(7, 11), torch.zeros(7, 2)
+    batch = replace(
+        batch,
+        vectors_BV=vectors_BV if schema.vectors else None,
+        teacher_BA=teacher_BA if schema.teacher else None,
+    )
+    assert batch_flops(spec, schema, batch) == counted(spec, schema, batch)
 
 
 @pytest.mark.parametrize(

@@ -120,8 +120,18 @@ def test_keys_that_no_forecast_counts_are_named_and_their_plans_left_out():
         assert f"not counted: {keys}\n" in as_text(planned)
         plans = [ranked.forecast.plan for ranked in planned.search.best]
         assert all(getattr(plan, axis) == 1 for plan in plans for axis in whole)
-        with pytest.raises(ConfigError, match="leave expert at 1"):
-            plan_recipe(Asked("h200", gpus=4, settings=settings, axes=("expert=2",)))
+        with pytest.raises(ConfigError, match=f"leave {whole[0]} at 1"):
+            plan_recipe(Asked("h200", gpus=4, settings=settings, axes=(f"{whole[0]}=2",)))
+
+
+def test_far_copies_are_asked_for_and_told():
+    axes = ("table_copies=far", "table_replicate=2", "fully_sharded_tables=false")
+    text = as_text(plan_recipe(Asked("h200", 32, topology="gem4096", axes=axes, most=1)))
+    assert "far copies" in text
+    assert "--set parallel.table_copies=far" in text
+    for wrong in ("table_copies=apart", "table_copies=2"):
+        with pytest.raises(ConfigError, match=r"--axis must look like .* or table_copies=far|plan"):
+            plan_recipe(Asked("h200", 32, topology="gem4096", axes=(wrong,), most=1))
 
 
 def test_command_to_train_with_the_best_plan_is_shown():

@@ -113,6 +113,12 @@ def test_runs_that_cannot_be_compared_say_why(several):
     runs = [read_run(several / name) for name in ("one", "slow")]
     assert "Not compared: " in report_html(runs)
     assert "gem eval" in report_html(runs)
+    asked = (several / "one", several / "slow", "--out", several / "page.html")
+    shown = " ".join(said(*asked).output.split())
+    assert "not compared: paired: run must hold predictions.parquet" in shown
+    document = json.loads(said(*asked, "--json").output)
+    assert document["compared"] == []
+    assert any("gem eval" in reason for reason in document["not_compared"])
     predict(several / "one", 0.0)
     predict(several / "slow", 0.0, rows=ROWS - 1)
     assert "must be on the same rows" in report_html(runs)

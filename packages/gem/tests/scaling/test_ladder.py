@@ -117,6 +117,24 @@ def test_what_is_there_is_not_run_again(trained, tmp_path):
         ladder.climb(spec(), out)
 
 
+def test_a_ladder_that_is_cut_off_has_its_law(trained, tmp_path, monkeypatch):
+    there, out = processes.train_rung, tmp_path / "out"
+
+    def train(job):
+        if job.ladder == "length" and job.rung == "8":
+            raise DataError("cut off")
+        return there(job)
+
+    monkeypatch.setattr(processes, "train_rung", train)
+    with pytest.raises(DataError, match="cut off"):
+        ladder.climb(spec(), out)
+    found = json.loads((out / "scaling.json").read_text())
+    assert found["outcome"]["inside"]
+    assert {rung["ladder"] for rung in found["rungs"]} == {"together"}
+    assert {r["rung"] for r in ladder.collect(spec(), out)["rungs"]} == {*"12345", "4"}
+    assert "The line is the law" in (out / "report.html").read_text()
+
+
 def test_the_pictures_show_every_rung_and_the_band(trained, tmp_path):
     found = ladder.climb(spec(), tmp_path / "out")
     svg = (tmp_path / "out/scaling.svg").read_text()
@@ -135,6 +153,16 @@ def test_seeds_are_averaged(trained, tmp_path):
     found = ladder.climb(spec(seeds=(1, 2)), tmp_path / "out")
     assert len(ran) == 14
     assert found["law"]["rungs"] == 4
+
+
+def test_a_ladder_may_have_seeds_of_its_own(trained, tmp_path):
+    ran, _, _ = trained
+    own = {"name": "together", "rungs": RUNGS, "seeds": [4, 5]}
+    length = {"name": "length", "rungs": [RUNGS[0], {"name": "9", "set": [f"{LENGTH}=4"]}]}
+    found = ladder.climb(spec(ladders=[own, length], seeds=(5,)), tmp_path / "out")
+    assert sorted(name[-1] for name in ran) == ["4"] * 5 + ["5"] * 6
+    both = synergy(found, "click")
+    assert (both.together.error, both.alone[0].error) == (pytest.approx(0, abs=1e-12), None)
 
 
 def test_a_model_that_is_in_two_ladders_is_trained_once(trained, tmp_path):
@@ -219,6 +247,7 @@ class Process:
     exitcode = 0
 
     def __init__(self, *, target, args, daemon):
+        assert not daemon  # it may have children
         self.target, self.args = target, args
 
     def start(self):
@@ -229,6 +258,12 @@ class Process:
 
     def join(self):
         """It has run."""
+
+
+class Threads:
+    """Stands for multiprocessing."""
+
+    Process = Process
 
 
 def test_a_rung_that_fails_in_its_process_is_named_and_others_are_kept(
@@ -261,6 +296,7 @@ def test_a_stop_is_told_in_a_line_and_how_to_go_on(trained, tmp_path, monkeypatc
     )
     asked = ["scaling", str(file), "--out", str(tmp_path / "out")]
     runner = CliRunner()
+    monkeypatch.setattr(ladder, "provide", lambda data, root: None)
 
     def heard(job):
         raise Interrupted(signal.SIGTERM, 7)
@@ -312,7 +348,13 @@ def test_labels_of_one_kind_have_no_ne_of_labels():
     assert _ne(sums * torch.tensor([1, 0, 0, 1, 1, 1]))["of_rates"] is None
 
 
-@pytest.mark.parametrize("key", ["passes=3", "ema_decay=0.9"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("passes=3", "ema_decay=0.9", "label_delay=wait", "guard.nonfinite=skip"),
+        *("guard.spike_factor=5.0", "interim.every_steps=10"),
+    ],
+)
 def test_keys_that_a_planted_rung_would_not_heed_are_refused(key):
     with pytest.raises(ConfigError, match=rf"train\.{key.partition('=')[0]} must be left out"):
         planted_schema(load_recipe(BASE, [*SMALL, f"train.{key}"]))
@@ -351,6 +393,20 @@ def test_a_ladder_on_data_is_reported_without_a_law(tmp_path):
     assert rung["flops_per_example"] > 0
 
 
+def test_rungs_beside_each_other_find_their_data_made(trained, tmp_path, monkeypatch):
+    """Two that make the same data set at once would be in each other's way."""
+    ran, _, _ = trained
+    made = []
+    monkeypatch.setattr(ladder, "provide", lambda data, root: made.append((data.dataset, [*ran])))
+    monkeypatch.setattr(processes.multiprocessing, "get_context", lambda method: Threads)
+    longer = {"name": "9", "set": ["data.synthetic.rows=500"]}
+    on_data = {"source": "data", "law": None, "recipe": "synthetic-debug", "set": ()}
+    ladders = [{"name": "rows", "rungs": [{"name": "7"}, longer]}]
+    ladder.climb(spec(**on_data, ladders=ladders), tmp_path / "out", jobs=2)
+    assert made == [("synthetic", []), ("synthetic", [])]
+    assert len(ran) == 2
+
+
 def test_shipped_ladders_can_be_climbed(tmp_path):
     """Every rung is a model that reads what the world has; each ladder grows."""
     for name in shipped_ladders():
@@ -378,6 +434,10 @@ def test_shipped_ladders_can_be_climbed(tmp_path):
         ({"seeds": [2, 1, 2]}, "seeds must be different; got 2, 1, 2"),
         ({"seeds": [-1]}, "greater than or equal to 0"),
         ({"seeds": []}, "at least 1 item"),
+        (
+            {"ladders": [{"name": "a", "rungs": RUNGS, "seeds": [1, 1]}], "law": None},
+            "seeds must be different; got 1, 1",
+        ),
         ({"ladders": [{"name": "together", "rungs": RUNGS[:3]}]}, "at least 4 rungs"),
         ({"ladders": [{"name": "a", "rungs": [RUNGS[0]] * 2}], "law": None}, "different names"),
     ],
@@ -398,6 +458,11 @@ def test_all_rungs_are_read_before_the_first_is_trained(trained, tmp_path, monke
     on_data = {"source": "data", "law": None, "recipe": "synthetic-debug", "set": ()}
     with pytest.raises(ConfigError, match=r'--device must be left out where source = "data"'):
         ladder.climb(spec(**on_data), out, device="cuda")
+    with pytest.raises(ConfigError, match=r"--device must be auto, cpu or cuda; got 'tpu'"):
+        ladder.climb(spec(), out, device="tpu")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match="--device must be there; got cuda, and no GPU"):
+        ladder.climb(spec(), out, device="cuda")
     monkeypatch.setenv("WORLD_SIZE", "2")
     said = CliRunner().invoke(app, ["scaling", "planted", "--out", str(out)], obj=faults.Asked())
     assert isinstance(said.exception, UnsupportedError)
@@ -410,5 +475,21 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
     (tmp_path / "mine").write_text("x")
     with pytest.raises(ConfigError, match="must be a new or empty folder"):
         ladder.climb(spec(), tmp_path)
-    with pytest.raises(ConfigError, match=r"nothing\.toml"):
+    with pytest.raises(
+        ConfigError, match=r"RECIPE\|LADDER must be a TOML file, the ladder planted"
+    ):
         read_ladder("nothing.toml")
+    with pytest.raises(ConfigError, match="got 'plantet'; did you mean 'planted'"):
+        read_ladder("plantet")
+
+
+def test_a_ladder_file_finds_its_recipe(tmp_path):
+    """Beside it, else where the shipped ladders have theirs, else among shipped recipes."""
+    file = tmp_path / "mine.toml"
+    text = 'recipe = "{}"\n[[ladders]]\nname = "a"\nrungs = [{{ name = "1" }}]\n'
+    file.write_text(text.format("planted-base.toml"))
+    assert read_ladder(str(file)).recipe == BASE
+    (tmp_path / "planted-base.toml").write_text("")
+    assert read_ladder(str(file)).recipe == str(tmp_path / "planted-base.toml")
+    file.write_text(text.format("synthetic-debug"))
+    assert read_ladder(str(file)).recipe == "synthetic-debug"

@@ -11,6 +11,8 @@ from gem.serving.export import export
 from gem.train.loop import train
 from gem.train.predict import predict
 
+# Sixteen steps of float32 below 1: sums over other numbers of rows are taken in another order.
+ROUNDING = 2.0**-20
 # Two steps are enough to move every weight.
 SHORT = ("train.batch_examples=160", "train.checkpoint_every_steps=100")
 
@@ -18,9 +20,9 @@ SHORT = ("train.batch_examples=160", "train.checkpoint_every_steps=100")
 class Served:
     """A run, its artefact, and what `gem predict` says of its held-out rows."""
 
-    def __init__(self, config, folder: Path, data_root: Path) -> None:
+    def __init__(self, config, folder: Path, data_root: Path, how=train) -> None:
         self.config, self.run, self.artefact = config, folder / "run", folder / "artefact"
-        train(config, self.run, data_root=data_root)
+        how(config, self.run, data_root=data_root)
         self.manifest = export(self.run, self.artefact, data_root=data_root)
         predict(self.run, folder / "predictions", data_root=data_root)
         table = pq.read_table(folder / "predictions" / "predictions.parquet")

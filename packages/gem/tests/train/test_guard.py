@@ -255,8 +255,8 @@ def test_what_is_no_number_is_never_saved(tiny, data_root, tmp_path, monkeypatch
     """Whatever made it so: a checkpoint of it would be worth nothing."""
     take = loop._one_step
 
-    def broken(run, batch, saver):
-        take(run, batch, saver)
+    def broken(run, batch, *rest):
+        take(run, batch, *rest)
         if run.state.step == 6:
             with torch.no_grad():
                 weight = next(iter(run.step.dense.values()))

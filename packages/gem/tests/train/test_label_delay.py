@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from gem.config import RunConfig
-from gem.data.prepare import provide
+from gem.data.prepare import default_folder, provide
 from gem.data.reader import open_reader
 from gem.model.heads import probabilities
 from gem.train import loop, scored_in_time
@@ -85,8 +85,7 @@ def late(tiny, data_root, tmp_path_factory):
     config = tiny()
     provide(config.data, data_root)
     folder = tmp_path_factory.mktemp("late") / "synthetic"
-    (made,) = (p.parent for p in data_root.rglob("dataset.toml") if "400" in p.read_text())
-    shutil.copytree(made, folder)
+    shutil.copytree(default_folder(config.data, data_root), folder)
     plain = open_reader(folder, config.data, batch_size=BATCH)
     times = plain.times_ms("train")
     delay = int(np.median(times[3 * BATCH :] - times[: -3 * BATCH]))

@@ -39,6 +39,7 @@ def plan(dense: str, tables: str, *more: str) -> list[str]:
 
 
 FULLY = "parallel.fully_sharded_tables=true"
+FAR = "parallel.table_copies=far"
 HALF = "precision.default=bf16_autocast"
 WIRE, GATHERS = "parallel.table_wire_dtype=bf16", "parallel.gather_dtype=bf16"
 NARROW = "parallel.reduce_dtype=bf16"
@@ -48,6 +49,7 @@ PLANS = {
     "4/1/1, 1x4": plan("4/1/1", "1x4"),
     "2/2/1, 2x2": plan("2/2/1", "2x2"),
     "1/4/1, 4x1": plan("1/4/1", "4x1"),
+    "1/4/1, 2x2 far": plan("1/4/1", "2x2", FAR),
     "2/1/2, 1x4 fully": plan("2/1/2", "1x4", FULLY),
     "1/2/2, 2x2 fully": plan("1/2/2", "2x2", FULLY),
     "1/1/4, 4x1 in parts": plan("1/1/4", "4x1", "train.accumulation_parts=3"),

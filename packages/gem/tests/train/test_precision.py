@@ -72,6 +72,20 @@ def test_attention_multiplies_in_8_bits_where_a_recipe_says_so(tiny, data_root):
     assert "on the escape list" in step.low_attention.kept.values()
 
 
+def test_a_run_rounds_gradients_by_chance_the_same_way_each_time(tiny, data_root):
+    nearest = (*SMALL, 'precision.recipe="mxfp8_rceil"')
+    by_chance = (*nearest, "precision.stochastic_rounding=true")
+    plain, _ = steps_of(tiny(*nearest), data_root)
+    losses, step = steps_of(tiny(*by_chance), data_root)
+    # Only gradients are rounded otherwise: the first loss is that of the same weights.
+    assert losses[0] == plain[0]
+    assert losses[1:] != plain[1:]
+    assert losses == pytest.approx(plain, rel=0.02)
+    assert steps_of(tiny(*by_chance), data_root)[0] == losses
+    for name in step.low_precision.formats:
+        assert step.model.get_submodule(name).rounding.stochastic
+
+
 def test_block_fp8_leaves_small_layers_in_bf16(tiny, data_root):
     plain, _ = steps_of(tiny(*SMALL, 'precision.default="bf16_autocast"'), data_root)
     losses, step = steps_of(tiny(*SMALL, 'precision.recipe="fp8_block"'), data_root)

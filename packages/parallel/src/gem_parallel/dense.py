@@ -13,7 +13,7 @@ something else in the place of parameters, of which that knows nothing.
 """
 
 import difflib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -85,14 +85,19 @@ class DenseParallel:
             self._copies.enabled = merge
 
     @torch.no_grad()
-    def norms(self) -> list[Tensor]:
+    def norms(self, by: Callable[[Sequence[Tensor]], Tensor] | None = None) -> list[Tensor]:
         """The L2 norm of each gradient that this rank holds, for `grad_norm` and other readers.
+
+        Args:
+            by: computes the norms of contiguous tensors, as one tensor; None for torch's own.
 
         Returns:
             scalars in the order of `local_gradients`, which are read once; fp32, or as wide as the
             gradient.
         """
         gradients = self.local_gradients()
+        if by is not None and gradients:
+            return list(by([gradient.contiguous() for gradient in gradients]).unbind())
         found: dict[int, Tensor] = {}
         # A list of one dtype is few launches.
         for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):

@@ -46,7 +46,9 @@ def plan_mesh(plan: ParallelPlan, world: World, view: Literal["dense", "sparse"]
     return init_device_mesh(world.device.type, sizes, mesh_dim_names=axes)
 
 
-def table_mesh(kind: str, table_shard: int, table_replicate: int, copies: TableCopies) -> DeviceMesh:
+def table_mesh(
+    kind: str, table_shard: int, table_replicate: int, copies: TableCopies
+) -> DeviceMesh:
     """Build the mesh of tables, over all ranks. Every rank has to call it.
 
     Args:

@@ -25,7 +25,6 @@ from pydantic import BaseModel, ValidationError
 from gem_opkit.errors import ConfigError, refusal
 from gem_parallel.contract import (
     DENSE_AXES,
-    SPARSE_AXES,
     Accelerator,
     LinkTier,
     ParallelPlan,

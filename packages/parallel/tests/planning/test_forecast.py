@@ -400,15 +400,21 @@ def test_every_dense_plan_is_tried_once():
     assert len(plans) == len(keys)
 
 
-def test_table_plans_keep_copies_on_hosts():
+def test_table_plans_keep_copies_on_hosts_or_groups_in_zones():
+    plans = list(table_plans(machines(hosts=4, ranks_per_host=4, hosts_per_zone=2)))
     found = {
-        (p.table_shard, p.table_replicate, p.fully_sharded_tables)
-        for p in table_plans(machines(hosts=2, ranks_per_host=4, hosts_per_zone=2))
+        (p.table_shard, p.table_replicate, p.table_copies, p.fully_sharded_tables) for p in plans
     }
+    both = (False, True)
+    assert len(found) == len(plans)
     assert found == {
-        (8, 1, False),
-        *((8 // n, n, fully) for n in (2, 4, 8) for fully in (False, True)),
+        (16, 1, "near", False),
+        *((16 // n, n, "near", fully) for n in (2, 4, 8, 16) for fully in both),
+        # Groups that divide a host, or fill hosts of one zone.
+        *((n, 16 // n, "far", fully) for n in (2, 4, 8) for fully in both),
     }
+    on_one_host = list(table_plans(machines(ranks_per_host=4)))
+    assert {p.table_copies for p in on_one_host} == {"near"}
 
 
 def no_tables(plan, topology):
@@ -442,6 +448,9 @@ def test_fixed_axes_are_kept():
     found = search(work(), topology, tables=no_tables, rates=RATES, fixed=fixed)
     assert {ranked.plan.shard for ranked in found.best} == {4}
     assert all(ranked.plan.fully_sharded_tables for ranked in found.best)
+    several = machines(hosts=4, ranks_per_host=2, hosts_per_zone=2)
+    found = search(work(), several, tables=no_tables, rates=RATES, fixed={"table_copies": "far"})
+    assert {ranked.plan.table_copies for ranked in found.best} == {"far"}
 
 
 @pytest.mark.parametrize(

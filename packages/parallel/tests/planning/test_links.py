@@ -88,6 +88,18 @@ def test_group_of_one_costs_nothing():
     assert slowest_tier(group, topology) is None
 
 
+@pytest.mark.parametrize(
+    ("copies", "group", "of_a_part"), [("near", (2, 4), (2, 2)), ("far", (4, 8), (1, 1))]
+)
+def test_far_copies_keep_a_sharding_group_in_its_zone(copies, group, of_a_part):
+    """Ranks of a group, and copies of a part: how many are on one host, and in one zone."""
+    topology = machines(hosts=4, ranks_per_host=4, hosts_per_zone=2)
+    plan = ParallelPlan(replicate=16, table_shard=8, table_replicate=2, table_copies=copies)
+    for axis, wanted in (("table_shard", group), ("table_replicate", of_a_part)):
+        found = axis_group(plan, axis, topology)
+        assert (found.on_host, found.in_zone) == wanted, axis
+
+
 def test_unknown_axis_is_refused():
     with pytest.raises(ConfigError, match="axis must be one of replicate, shard, expert"):
         axis_group(ParallelPlan(), "rows", machines())
@@ -97,8 +109,9 @@ def test_unknown_axis_is_refused():
     st.sampled_from([1, 2, 4, 8, 32, 512]),
     st.sampled_from([1, 2, 4, 8]),
     st.sampled_from(["replicate", "shard", "expert", "table_shard", "table_replicate"]),
+    st.sampled_from(["near", "far"]),
 )
-def test_outermost_tier_is_that_of_axis_tiers(hosts, inner, axis):
+def test_outermost_tier_is_that_of_axis_tiers(hosts, inner, axis, copies):
     # The independent rule of gem_parallel.topology, on powers of two.
     topology = PRESETS["gem4096"].model_copy(update={"hosts": hosts})
     ranks = 8 * hosts
@@ -108,6 +121,7 @@ def test_outermost_tier_is_that_of_axis_tiers(hosts, inner, axis):
         expert=inner,
         table_shard=ranks // inner,
         table_replicate=inner,
+        table_copies=copies,
     )
     assert (
         slowest_tier(axis_group(plan, axis, topology), topology) == axis_tiers(plan, topology)[axis]

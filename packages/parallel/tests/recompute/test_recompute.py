@@ -113,6 +113,31 @@ def test_every_budget_gives_the_same_bits_and_keeps_what_the_plan_says():
     assert step(model, x, scale)[0] == loss  # undone
 
 
+class Drawing(Layer):
+    """Draws on the host, as rounding by chance does, and is no dropout."""
+
+    draws_random = True
+
+    def forward(self, x, *, scale):
+        return super().forward(x * (1 + int(torch.randint(9, ()))), scale=scale)
+
+
+def test_a_module_that_says_that_it_draws_draws_the_same_again():
+    model, x, scale = made()
+    for layer in model.layers:
+        layer.__class__, layer.dropout.p = Drawing, 0.0
+    loss, gradients, _ = step(model, x, scale)
+    after = torch.get_rng_state()
+    profile = profile_of(model, x, scale)
+    regions = [region_plan(profile, n, kept=()) for n in range(LAYERS)]
+    handle = recompute_by(model, plan_by_hand(profile, regions))
+    found_loss, found, _ = step(model, x, scale, handle)
+    handle.undo()
+    assert found_loss == loss
+    assert all(torch.equal(found[name], gradient) for name, gradient in gradients.items())
+    assert torch.equal(torch.get_rng_state(), after)
+
+
 def test_results_that_are_kept_are_not_computed_again():
     model, x, scale = made()
     profile = profile_of(model, x, scale)

@@ -21,6 +21,7 @@ from gem_precision.kernels.quantized_linear.cost import (
     quantized_linear_cost,
 )
 from gem_precision.kernels.row_norm.cost import row_norm_backward_cost, row_norm_cost
+from gem_precision.kernels.tensor_norms.cost import tensor_norms_cost
 
 __all__ = [
     "adam_update_cost",
@@ -38,4 +39,5 @@ __all__ = [
     "quantized_linear_cost",
     "row_norm_backward_cost",
     "row_norm_cost",
+    "tensor_norms_cost",
 ]

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from gem_opkit.errors import ConfigError, UnsupportedError, refusal
 from gem_precision.contract import LinearFormats
 from gem_precision.elements import WIDE_BLOCK
-from gem_precision.ops import BlockMatrix, block_dequantize_into, block_quantize
+from gem_precision.ops import BlockMatrix, block_dequantize_into, block_quantize_untraced
 
 _log = logging.getLogger("gem_precision")
 
@@ -109,7 +109,7 @@ class EightBitGather(Tensor):
                     fix="gather this one in bf16",
                 )
             )
-        matrix = block_quantize(self.held, block="128x128")
+        matrix = block_quantize_untraced(self.held)
         return (matrix.elements_TD, matrix.scales), None
 
     def fsdp_post_all_gather(

@@ -9,7 +9,7 @@ out: training. How a recipe changes what a model learns shows only in paired run
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ from gem_opkit.errors import ConfigError, refusal
 from gem_precision.codes import INFINITE, MAGNITUDE, bits_of, largest_of_blocks, spread
 from gem_precision.contract import PrecisionRecipe
 from gem_precision.elements import BLOCK
+from gem_precision.hadamard import rotated_factor
 from gem_precision.kernels.quantized_linear.reference import rounded
 from gem_precision.layers import Projection, apply_recipe
 from gem_precision.recipes import convert_layers
@@ -153,7 +154,7 @@ def guard_recipe(
     Numerics: figures of layers look at the first 4,096 rows of a batch. Log losses are in fp64.
     """
     layers = [m for m in model.modules() if isinstance(m, Projection)]
-    before = [(layer.formats, layer.least_rows) for layer in layers]
+    before = [(layer.formats, layer.least_rows, layer.rounding) for layer in layers]
     was_training = model.training
     sums = {"recipe": [], "bf16": []}
     labels: list[Tensor] = []
@@ -169,6 +170,8 @@ def guard_recipe(
         changed = [layer.formats for layer in layers]
         for layer in layers:
             layer.least_rows = 0  # what is judged is the format, however few rows there are
+            # No gradient is compared, and drawing one would move the generator.
+            layer.rounding = replace(layer.rounding, stochastic=False)
         frame = apply_recipe(recipe, device.type)
         for batch in batches:
             for kind in ("bf16", "recipe"):
@@ -196,8 +199,8 @@ def guard_recipe(
                         torch.autograd.grad(loss, grads, allow_unused=True)
     finally:
         model.train(was_training)
-        for layer, (formats, least_rows) in zip(layers, before, strict=True):
-            layer.formats, layer.least_rows = formats, least_rows
+        for layer, (formats, least_rows, rounding) in zip(layers, before, strict=True):
+            layer.formats, layer.least_rows, layer.rounding = formats, least_rows, rounding
     return _report(found, dict(done.kept), sums, labels)
 
 
@@ -247,11 +250,18 @@ def _watch(model: nn.Module, found: dict[str, LayerFigures], hooks: ExitStack) -
         y_TF = output.detach().reshape(-1, layer.out_features)[:_MOST_ROWS].float()
         exact_TF = x_TD.float() @ weight_FD.float().T
         norm = float(exact_TF.norm())
+
+        def turned(x: Tensor, number_format: str) -> Tensor:
+            seed: int | None = layer.rounding.hadamard_seed
+            if seed is None or not number_format.startswith("mxfp8"):
+                return x
+            return rotated_factor(x, seed)
+
         error = float((y_TF - exact_TF).norm()) / norm if norm != 0 else 0.0
         made = LayerFigures(
             name,
-            factor_figures(x_TD, formats.forward, "1x128"),
-            factor_figures(weight_FD, formats.forward, "128x128"),
+            factor_figures(turned(x_TD, formats.forward), formats.forward, "1x128"),
+            factor_figures(turned(weight_FD, formats.forward), formats.forward, "128x128"),
             FactorFigures(0.0, 0.0, 0.0, 0.0, 0.0),
             error if math.isfinite(error) else math.inf,
         )
@@ -259,7 +269,8 @@ def _watch(model: nn.Module, found: dict[str, LayerFigures], hooks: ExitStack) -
 
         def came(grad: Tensor) -> None:
             grad_TF = grad.detach().reshape(-1, layer.out_features)[:_MOST_ROWS]
-            figures = factor_figures(grad_TF, formats.input_gradient, "1x128")
+            given = turned(grad_TF, formats.input_gradient)
+            figures = factor_figures(given, formats.input_gradient, "1x128")
             old = found[name]
             found[name] = LayerFigures(
                 name, old.input, old.weight, _worst(old.gradient, figures), old.error_frac

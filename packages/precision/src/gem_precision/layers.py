@@ -276,6 +276,11 @@ class Projection(nn.Linear):
     least_rows: int = 0
     rounding: Rounding = NEAREST
 
+    @property
+    def draws_random(self) -> bool:
+        """Whether a forward pass that learns draws from torch's generator."""
+        return self.rounding.stochastic
+
     def __init__(self, in_width: int, out_width: int, *, init_gain: float = 1.0) -> None:
         _check_width("Projection", in_width)
         _check_width("Projection", out_width)

@@ -7,6 +7,7 @@ from gem_precision.kernels.block_quantize.op import (
     block_dequantize_into,
     block_quantize,
     block_quantize_both,
+    block_quantize_untraced,
 )
 from gem_precision.kernels.gated_residual.op import gated_residual
 from gem_precision.kernels.grouped_linear.op import grouped_linear
@@ -24,6 +25,7 @@ from gem_precision.kernels.norm_quantize.op import (
 from gem_precision.kernels.normed_linear.op import normed_linear
 from gem_precision.kernels.quantized_linear.op import fp8_block_linear, quantized_linear
 from gem_precision.kernels.row_norm.op import layer_norm, rms_norm
+from gem_precision.kernels.tensor_norms.op import tensor_norms
 
 __all__ = [
     "BlockMatrix",
@@ -33,6 +35,7 @@ __all__ = [
     "block_dequantize_into",
     "block_quantize",
     "block_quantize_both",
+    "block_quantize_untraced",
     "fp8_block_linear",
     "gated_residual",
     "grouped_linear",
@@ -46,4 +49,5 @@ __all__ = [
     "normed_linear",
     "quantized_linear",
     "rms_norm",
+    "tensor_norms",
 ]

@@ -80,8 +80,8 @@ class TorchTables(TableEngine):
     Cost: a call sends each different id once to each rank that holds a piece of its row, 8 bytes,
         and its vector back once; the backward pass sends its gradient once. The host waits for the
         device once a call, to learn the sizes of these messages, unless the call was started ahead
-        and they have come meanwhile; vectors may be fetched ahead too. A single rank waits only where a table refuses ids outside,
-        or holds the gradients of several passes.
+        and they have come meanwhile; vectors may be fetched ahead too. A single rank waits only
+        where a table refuses ids outside, or holds the gradients of several passes.
     """
 
     def __init__(  # noqa: PLR0913 - those of build_tables
@@ -488,11 +488,14 @@ class TorchTables(TableEngine):
         if self.update == "step":
             if self._direct is not None:
                 self._direct.check_alone()
-            self._held.add(self._traffic.bring(arrived, grad), told)
+            # On their way while the dense part sums its gradients up.
+            self._held.add(*self._traffic.bring(arrived, grad), told)
             return
         with self._rows.whole(states=True) as whole:
             # Gathered while the gradients travel.
-            self._move(self._traffic.bring(arrived, grad), whole, told)
+            found, work = self._traffic.bring(arrived, grad)
+            work.wait()
+            self._move(found, whole, told)
 
     @torch.no_grad()
     def apply_held(self) -> None:

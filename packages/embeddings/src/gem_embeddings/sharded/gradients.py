@@ -6,6 +6,7 @@ what other groups have is fetched here, where groups exchange gradients rather t
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -128,17 +129,20 @@ class HeldGradients:
         # What a sum may reach, spread over the ranks that may add to it.
         self._most = (float("inf") if travels_in is None else torch.finfo(travels_in).max) / ranks
         self._parts: list[list[RowGradients]] = []
+        self._coming: list[Any] = []
         self._told: ToHost | None = None
 
-    def add(self, found: Sequence[RowGradients], told: ToHost | None = None) -> None:
+    def add(self, found: Sequence[RowGradients], work: Any, told: ToHost | None = None) -> None:
         """Hold what one backward pass has brought.
 
         Args:
             found: gradients of each store, of the same stores every time.
+            work: to ``wait`` for before they are read.
             told: what other groups were told of its rows.
         """
         self.passes += 1
         self._parts.append(list(found))
+        self._coming.append(work)
         # Rows of several passes may be the same ones.
         self._told = told if self.passes == 1 else None
 
@@ -155,7 +159,14 @@ class HeldGradients:
 
     def drop(self) -> None:
         """Hold nothing."""
+        self._arrive()
         self.passes, self._parts, self._told = 0, [], None
+
+    def _arrive(self) -> None:
+        """Wait for what is on its way."""
+        for work in self._coming:
+            work.wait()
+        self._coming.clear()
 
     def finite(self, device: torch.device) -> Tensor:
         """Tell whether all elements, and sums of their squares, are finite. Waits for nothing.
@@ -169,6 +180,7 @@ class HeldGradients:
         Returns:
             a bool scalar.
         """
+        self._arrive()
         grads = [one.grad for found in self._parts for one in found if one.grad.numel()]
         if not grads:
             return torch.ones((), dtype=torch.bool, device=device)

@@ -7,12 +7,13 @@ the plan and the counts, so nothing but elements is sent.
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gem_embeddings.ops import table_lookup
-from gem_embeddings.sharded.collectives import Collectives
+from gem_embeddings.sharded.collectives import Collectives, Done
 from gem_embeddings.sharded.exchange import Arrived, IdExchange
 from gem_embeddings.sharded.gradients import RowGradients, one_bag
 from gem_embeddings.sharded.places import Places, StoreKey
@@ -119,7 +120,7 @@ class Traffic:
         """
         return list(zip(self._stores.values(), self._ids(arrived), strict=True))
 
-    def bring(self, arrived: Arrived, grad: Tensor) -> list[RowGradients]:
+    def bring(self, arrived: Arrived, grad: Tensor) -> tuple[list[RowGradients], Any]:
         """Bring gradients to the ranks that hold the rows. Collective over the sharding group.
 
         Args:
@@ -127,17 +128,24 @@ class Traffic:
             grad: gradient of what ``fetch`` returned.
 
         Returns:
-            what all ranks have for the rows of this one: for each store, then each store of copies.
+            what all ranks have for the rows of this one: for each store, then each store of copies;
+            and something to ``wait`` for before the gradients are read.
         """
         found: list[RowGradients] = []
+        work: Any = Done()
         if self._stores:
             sent = grad
             if not self._in_order:
                 order = self._order(arrived)
                 sent = grad.view(-1, self._part).index_select(0, order).view(-1)
             asked, answered = self._elements(arrived)
-            heard, _ = self._collectives.all_to_all(sent.to(self._wire), answered, asked)
+            heard, work = self._collectives.all_to_all(
+                sent.to(self._wire), answered, asked, later=True
+            )
             widths = [store.width for store in self._stores.values()]
+            if len(widths) > 1:  # taken apart by store, which reads it
+                work.wait()
+                work = Done()
             found = [
                 RowGradients(store, ids_I, of_store, arrived.received[:, self._shards(key)])
                 for (key, store), ids_I, of_store in zip(
@@ -148,7 +156,8 @@ class Traffic:
                 )
             ]
         tables = self._tables(arrived, grad) if self._copies else []
-        return found + [self._everyones(store, arrived, tables) for store in self._copies.values()]
+        found += [self._everyones(store, arrived, tables) for store in self._copies.values()]
+        return found, work
 
     def _shards(self, key: StoreKey) -> slice:
         begin, count = self._own[key]

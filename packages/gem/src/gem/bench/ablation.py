@@ -20,6 +20,7 @@ from gem.children import Children, threads_of
 from gem.config import RunConfig, load_recipe
 from gem.data.prepare import provide
 from gem.report.paired import Losses, paired_bootstraps, task_losses
+from gem.train.given_versions import with_versions
 from gem.train.loop import train
 from gem.train.run import DATA_ROOT
 from gem.train.run_folder import check_folder
@@ -150,7 +151,7 @@ def run_ablation(asked: Ablation, told: Callable[[str], None]) -> list[dict[str,
 
 def _config(asked: Ablation, variant: Variant, seed: int) -> RunConfig:
     try:
-        return asked.config(variant, seed)
+        return with_versions(asked.config(variant, seed))  # as the run writes it down
     except ConfigError as fault:
         if variant.name == BASE:
             raise

@@ -30,6 +30,7 @@ from gem.data.dealing import Balance
 from gem.data.schema import BatchSchema
 from gem.dry_run.build import build_step
 from gem.dry_run.inputs import random_batch, uniform_lengths
+from gem.model.spec import GemSpec
 from gem.planning.schema import declared_schema
 from gem.train.balance import step_balance
 from gem.train.clock import StepClock
@@ -319,6 +320,7 @@ class _Bench:
         rates = [self.config.model.heads.base_rates.get(task, 0.5) for task in self.schema.labels]
         # Half of the labels are 1, and an untrained model says the base rates.
         wanted = -0.5 * sum(math.log(rate) + math.log(1.0 - rate) for rate in rates)
+        wanted += _losses_of_users(self.config)
         if not all(math.isfinite(x) for x in total) or abs(total[0] - wanted) > LOSS_BAND * wanted:
             raise MeasurementError(
                 refusal(
@@ -528,3 +530,12 @@ def _tensors(batch: ExampleBatch) -> list[Tensor]:
 
 def _fields(batch: ExampleBatch) -> list[Any]:
     return [getattr(batch, name) for name in ExampleBatch.__slots__]
+
+
+def _losses_of_users(config: RunConfig) -> float:
+    """What an untrained model of users loses beside its tasks, by guessing among as many."""
+    own = config.model.user_model if isinstance(config.model, GemSpec) else None
+    if own is None:
+        return 0.0
+    items = math.log(config.train.batch_examples)
+    return own.next_event_weight * items + own.time_gap_weight * math.log(own.time_gap_knots)

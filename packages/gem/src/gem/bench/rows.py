@@ -1,9 +1,11 @@
 """A report as one row of ``results/<device>/step.jsonl``, which plans are calibrated with.
 
-Steps of the references have a file of their own, ``step_reference.jsonl``, comparisons of both
-another one, ``step_check.jsonl``, and long runs ``step_endure.jsonl``.
+Steps of the references have a file of their own, ``step_reference.jsonl``, those of a recipe with
+other settings ``step_set.jsonl``, comparisons of kernels with references ``step_check.jsonl``, and
+long runs ``step_endure.jsonl``.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,11 @@ def row_of(report: StepReport) -> dict[str, Any]:
         what was measured, by names that earlier rows have too; the profile by kind and by module.
     """
     impl = "" if report.impl == "auto" else f", impl={report.impl}"
+    changed = "".join(f", {text}" for text in report.settings)
     plan = f"{report.gpus} ranks, {report.plan}, {report.examples_a_rank} a rank"
     row: dict[str, Any] = {
         "bench": _file(report),
-        "case": f"{report.recipe}, {plan}{impl}",
+        "case": f"{report.recipe}, {plan}{impl}{changed}",
         "device": report.device,
         "gpus": report.gpus,
         "plan": report.plan,
@@ -58,19 +61,22 @@ def row_of(report: StepReport) -> dict[str, Any]:
     return {**row, **report.provenance}
 
 
-def write_row(folder: Path, report: StepReport) -> None:
+def write_row(folder: Path, report: StepReport, *, beside: Mapping[str, Any] | None = None) -> None:
     """Add a report to the rows of its device; it replaces the row of the same case.
 
     Args:
         folder: of all results.
         report: of any device.
+        beside: figures that belong to the row and to no report.
     """
     place = device_folder(report.device, gpus=report.gpus)
-    write_rows(folder / place / f"{_file(report)}.jsonl", [row_of(report)])
+    write_rows(folder / place / f"{_file(report)}.jsonl", [{**row_of(report), **(beside or {})}])
 
 
 def _file(report: StepReport) -> str:
-    return "step" if report.impl == "auto" else f"step_{report.impl}"
+    if report.impl != "auto":
+        return f"step_{report.impl}"
+    return "step_set" if report.settings else "step"
 
 
 def write_check(folder: Path, report: CheckReport) -> None:

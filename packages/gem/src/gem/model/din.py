@@ -17,7 +17,7 @@ from gem.model.tokenize import Columns, EventTokens
 from gem_jagged.batch import Jagged, Layout
 from gem_jagged.offsets import sequence_ids
 from gem_jagged.ops import jagged_mean
-from gem_opkit.errors import ConfigError, refusal
+from gem_opkit.errors import ConfigError, UnsupportedError, refusal
 from gem_precision.layers import Mlp, Projection
 
 
@@ -69,10 +69,21 @@ class DinModel(nn.Module):
 
     Raises:
         ConfigError: streams without a candidate.
+        UnsupportedError: cached embeddings or a teacher, which DIN does not read.
     """
 
     def __init__(self, spec: DinSpec, schema: BatchSchema) -> None:
         super().__init__()
+        if schema.vectors or schema.teacher:
+            raise UnsupportedError(
+                refusal(
+                    "build_model",
+                    "model.kind",
+                    must='be "gem" with data.user_embeddings or data.teacher',
+                    got='"din", which reads neither',
+                    fix="remove them, or take the hybrid model",
+                )
+            )
         inputs = schema
         schema = reduce_schema(schema, spec.leave_out)
         names = tuple(source.name for source in schema.ids)

@@ -199,8 +199,7 @@ def _user_heads(
     total = _mlp(examples, (width, *spec.heads.trunk_widths, own.width))
     widths = (len(candidate) * embedding, own.candidate_hidden, tasks * (own.width + 1))
     total += _mlp(examples, widths)
-    # The product with the candidate, and the linear map.
-    total += _linear(examples, own.width, tasks) + _linear(examples, own.width, tasks)
+    total += _linear(examples, own.width, tasks)  # the product with the candidate
     total += _linear(examples, items * embedding, own.width)
     total += _linear(examples, own.width, examples)  # every user with every item of the batch
     return total + _linear(examples, own.width, own.time_gap_knots)

@@ -411,6 +411,8 @@ def join_summaries(x_BND: Tensor, states: Mapping[str, StreamState]) -> Tensor:
         summary_BPD; P is 0 where no stream has a summary yet.
     """
     parts = [s.summary_BPD for s in states.values() if s.summary_BPD is not None]
+    if len(parts) == 1:
+        return parts[0]
     return torch.cat(parts, dim=1) if parts else x_BND[:, :0]
 
 

@@ -88,8 +88,8 @@ class StreamInteraction(nn.Module):
         parts = []
         if isinstance(self.pool, HierarchicalSeedPooling):
             # The next layer gives a gradient of its own back.
-            pooled_BPD, x_TD = self.pool.beside(x_TD, layout)
-            parts.append(pooled_BPD)
+            summary_BPD, x_TD = self.pool.beside(x_TD, layout)
+            parts.append(summary_BPD)
         elif self.pool is not None:
             parts.append(self.pool(x_TD, layout))
         if self.recent:
@@ -101,7 +101,8 @@ class StreamInteraction(nn.Module):
             else:
                 query_BPD = query.unflatten(1, (self.queries, -1))
                 parts.append(self.target_pool(x_TD, layout, query_BPD=query_BPD))
-        return x_TD, self.norm(self.lift(torch.cat(parts, dim=1)))
+        pooled_BPD = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        return x_TD, self.norm(self.lift(pooled_BPD))
 
 
 def _pooling(spec: StreamSpec, activation: MlpActivation) -> nn.Module:

@@ -70,9 +70,32 @@ class NumbersSpec(Contract):
         gt=0,
         description="factor behind that map; under Adam it multiplies the map's learning rate",
     )
+    shortcut_rule: Literal["gradient", "newton"] = Field(
+        default="gradient",
+        description="how that map learns: gradient, as the rest does; newton, by the curvature of "
+        "all rows so far, which one pass brings near its optimum; on one rank",
+    )
+    shortcut_prior: float = Field(
+        default=0.03,
+        gt=0,
+        le=1e6,
+        description="newton: variance of a weight of the map before the first row; less holds it "
+        "back for longer",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.shortcut_rule == "newton" and not self.shortcut:
+            raise ValueError(
+                'shortcut_rule must be "gradient" without a shortcut; got "newton"; set shortcut'
+            )
+        # A resolved recipe names every key: only another value than the default says something.
+        default = type(self).model_fields["shortcut_prior"].default
+        if self.shortcut_rule != "newton" and self.shortcut_prior != default:
+            raise ValueError(
+                f'shortcut_prior must come with shortcut_rule = "newton"; got '
+                f'{self.shortcut_prior} with "{self.shortcut_rule}"; set the rule, or leave it out'
+            )
         if self.buckets == 1:
             raise ValueError("buckets must be 0 or at least 2; got 1; one knot is a constant")
         if self.bucket_low >= self.bucket_high:

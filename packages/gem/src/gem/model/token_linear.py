@@ -1,4 +1,4 @@
-"""A linear map over the tokens of an example, and tokens that fill up what a product reads at once."""
+"""A linear map over the tokens of an example; tokens of zeros, for what a product reads at once."""
 
 import torch
 from torch import Tensor, nn

@@ -1,13 +1,15 @@
 """Heads of an upstream model of users: one vector of a user, and what is learned by it.
 
     u       ← RmsNorm(linear(trunk(x ‖ h)))                 the user embedding
-    logit   ← u · c(candidate) / √U + linear(u) + b(candidate)      engagement, each task
+    logit   ← u · c(candidate) / √U + g · u[task] + b(candidate)    engagement, each task
     next    ← softmax over the items of the batch of u · v(item) / √U
     gap     ← softmax over knots of the log time since the latest event
 
-The candidate enters here and nowhere else, so that `u` is a function of the user alone. Items of
-the batch are drawn as often as they are shown; each score is corrected by how often its item was
-drawn, and an item is no negative of itself.
+The candidate enters here and nowhere else, so that `u` is a function of the user alone. The first
+numbers of `u` are, up to a factor, what the user adds to the logit of each task, whichever
+checkpoint made it: a ranker that reads embeddings of many checkpoints finds the same thing there.
+Items of the batch are drawn as often as they are shown; each score is corrected by how often its
+item was drawn, and an item is no negative of itself.
 
 Source: LLaTTE (arXiv:2601.20083) for the stage; Yi et al. 2019 (RecSys, sampling-bias-corrected
 retrieval) for the softmax.
@@ -27,7 +29,10 @@ from gem.model.tokenize import gap_basis
 from gem.model.transfer_spec import UserModelSpec
 from gem_jagged.batch import Layout
 from gem_jagged.offsets import sequence_ids
+from gem_opkit.errors import ConfigError, refusal
 from gem_precision.layers import Projection, RmsNorm
+
+_FIRST_GAIN = 0.3
 
 
 class UserHeads(nn.Module):
@@ -39,6 +44,9 @@ class UserHeads(nn.Module):
         schema: tasks and domains.
         candidate_ids: id inputs of the candidate and of the moment.
         item_ids: those of the candidate alone.
+
+    Raises:
+        ConfigError: an embedding with fewer numbers than tasks, or a task that there is not.
     """
 
     def __init__(
@@ -46,6 +54,16 @@ class UserHeads(nn.Module):
     ) -> None:
         super().__init__()
         own = _user_model(spec)
+        if own.width < len(schema.labels):
+            raise ConfigError(
+                refusal(
+                    "build_model",
+                    "user_model.width",
+                    must=f"be at least {len(schema.labels)}, a number for each task",
+                    got=own.width,
+                    fix="raise it",
+                )
+            )
         heads, tasks, embedding = spec.heads, len(schema.labels), spec.embeddings.embedding_dim
         check_tasks("heads.base_rates", heads.base_rates, schema.labels)
         check_tasks("heads.task_weights", heads.task_weights, schema.labels)
@@ -60,7 +78,7 @@ class UserHeads(nn.Module):
             (candidate_ids * embedding, own.candidate_hidden), spec.activation, heads.dropout
         )
         self.mixed = Projection(own.candidate_hidden, tasks * (own.width + 1), init_gain=0.0)
-        self.linear = Projection(own.width, tasks, init_gain=0.0)
+        self.gain = nn.Parameter(torch.full((tasks,), _FIRST_GAIN))
         self.item = Projection(item_ids * embedding, own.width)
         self.gap = Projection(own.width, own.time_gap_knots, init_gain=0.0)
         self.offset = nn.Parameter(
@@ -94,7 +112,7 @@ class UserHeads(nn.Module):
         user_BU = self.user(x_BD)
         mixed = self.mixed(self.candidate(candidate_BE)).view(-1, self.tasks, self.width + 1)
         scores_BA = torch.einsum("bu,bau->ba", user_BU, mixed[:, :, :-1]) * self.width**-0.5
-        logits_BA = scores_BA + mixed[:, :, -1] + self.linear(user_BU)
+        logits_BA = scores_BA + mixed[:, :, -1] + user_BU[:, : self.tasks] * self.gain
         domain_B = domains_B if self.domains > 1 else torch.zeros_like(domains_B)
         return logits_BA.float() + self.offset.t().index_select(0, domain_B), user_BU
 

@@ -58,7 +58,9 @@ def not_counted(config: RunConfig) -> tuple[str, ...]:
     return tuple(key for key, differs in set_.items() if differs)
 
 
-def with_whole_axes(config: RunConfig, fixed: Mapping[str, int | bool | str]) -> dict[str, int | bool | str]:
+def with_whole_axes(
+    config: RunConfig, fixed: Mapping[str, int | bool | str]
+) -> dict[str, int | bool | str]:
     """Leave out the plans that the trainer refuses for another key of the recipe.
 
     Args:

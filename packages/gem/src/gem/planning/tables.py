@@ -242,9 +242,7 @@ def _explain(
     )
 
 
-def _step(
-    tables: TablesOf, axes: Axes, topology: Topology, memory_gib: float | None
-) -> TableStep:
+def _step(tables: TablesOf, axes: Axes, topology: Topology, memory_gib: float | None) -> TableStep:
     shard, replicate, _, _ = axes
     if shard == 1 and not axes[2]:
         return _local(tables, replicate, topology)

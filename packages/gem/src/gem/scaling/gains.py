@@ -105,9 +105,10 @@ def _gain(found: Mapping[str, Any], task: str, ladder: str, first: str, last: st
         {r["seed"]: r for r in found["rungs"] if (r["ladder"], r["rung"]) == (ladder, name)}
         for name in (first, last)
     )
-    falls = [low[seed]["ne"][task] - high[seed]["ne"][task] for seed in low]
-    cost = fmean(r["flops_per_example"] for r in high.values()) / fmean(
-        r["flops_per_example"] for r in low.values()
+    both = [seed for seed in low if seed in high]
+    falls = [low[seed]["ne"][task] - high[seed]["ne"][task] for seed in both]
+    cost = fmean(high[seed]["flops_per_example"] for seed in both) / fmean(
+        low[seed]["flops_per_example"] for seed in both
     )
     mean = fmean(falls)
     error = None

@@ -4,7 +4,8 @@ DIR/spec.json         what is climbed; another one in the same folder is refused
 DIR/rungs/*.json      a rung each, written when it has ended; what is there is not run again, and
                       rungs that are one model are trained once
 DIR/prediction.json   written before the last rung of the law begins
-DIR/scaling.json      everything, DIR/scaling.svg and DIR/report.html the pictures of it
+DIR/scaling.json      everything, DIR/scaling.svg and DIR/report.html the pictures of it; written
+                      when the law is known, and again at the end
 """
 
 import json
@@ -15,12 +16,16 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import torch
+
+from gem.data.prepare import provide
 from gem.scaling.law import Law, fit_law
 from gem.scaling.picture import scaling_svg, write_page
 from gem.scaling.planted import CLICK
 from gem.scaling.processes import Begin, beginner, job_name, write_whole
 from gem.scaling.rung import RungJob, planted_flops, planted_schema, rung_config
 from gem.scaling.spec import LadderSpec, RungSpec, ScalingSpec
+from gem.train.run import DATA_ROOT
 from gem_opkit.bench import provenance
 from gem_opkit.errors import ConfigError, refusal
 
@@ -55,6 +60,10 @@ def climb(
     every = list(_jobs(spec, out, device))
     same = _check(spec, every, device)
     _claim(spec, out)
+    if spec.source == "data":  # made once, and not by several rungs at a time
+        for job in {job_name(each): each for each in same.values()}.values():
+            if not _file(out, job).is_file():
+                provide(rung_config(job).data, DATA_ROOT)
     last = _last_rung(spec)
     of_law = [job for job in every if job.ladder == spec.law]
     before = [job for job in of_law if last is not None and job.rung != last.name]
@@ -63,11 +72,11 @@ def climb(
         _run(begin, before[::-1], same, out, say)
         if last is not None:
             predict(spec, out, device, say)
-        _run(begin, [job for job in every if job not in before], same, out, say)
+            _run(begin, [job for job in of_law if job not in before], same, out, say)
+            _write_found(collect(spec, out), out)  # what is cut off from here on has its law
+        _run(begin, [job for job in every if job not in of_law], same, out, say)
     found = collect(spec, out)
-    write_whole(out / "scaling.json", json.dumps(found, indent=1, allow_nan=False) + "\n")
-    write_whole(out / "scaling.svg", scaling_svg(found))
-    write_page(found, out / "report.html")
+    _write_found(found, out)
     return found
 
 
@@ -130,12 +139,12 @@ def collect(spec: ScalingSpec, out: Path) -> dict[str, Any]:
 
     Args:
         spec: the ladders.
-        out: folder with all of their rungs.
+        out: folder with the rungs of the law, and of other ladders those that have ended.
 
     Returns:
         as `climb`.
     """
-    rungs = [_read(out, job) for job in _jobs(spec, out, "auto")]
+    rungs = [_read(out, job) for job in _jobs(spec, out, "auto") if _file(out, job).is_file()]
     found: dict[str, Any] = {"spec": spec.model_dump(mode="json"), "rungs": rungs}
     last = _last_rung(spec)
     if last is None:
@@ -153,7 +162,7 @@ def _jobs(spec: ScalingSpec, out: Path, device: str) -> Iterable[RungJob]:
     planted = spec.planted if spec.source == "planted" else None
     for ladder in sorted(spec.ladders, key=lambda each: each.name != spec.law):
         for rung in ladder.rungs:
-            for seed in spec.seeds:
+            for seed in ladder.seeds or spec.seeds:
                 yield RungJob(
                     ladder=ladder.name,
                     rung=rung.name,
@@ -215,6 +224,16 @@ def _check(spec: ScalingSpec, jobs: Iterable[RungJob], device: str) -> dict[str,
                 fix="write train.device into the ladder's set",
             )
         )
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            refusal("gem scaling", "--device", must="be there", got="cuda, and no GPU",
+                    fix="leave it out, or ask for cpu")
+        )  # fmt: skip
+    if device not in ("auto", "cpu", "cuda"):
+        raise ConfigError(
+            refusal("gem scaling", "--device", must="be auto, cpu or cuda", got=repr(device),
+                    fix="choose one of them")
+        )  # fmt: skip
     same: dict[str, RungJob] = {}
     known: dict[str, RungJob] = {}
     for job in jobs:
@@ -287,6 +306,12 @@ def _run(
         found = _read(out, first) | own
         write_whole(_file(out, job), json.dumps(found, indent=1, allow_nan=False) + "\n")
         say(f"{job_name(job)}: the same as {job_name(first)}")
+
+
+def _write_found(found: Mapping[str, Any], out: Path) -> None:
+    write_whole(out / "scaling.json", json.dumps(found, indent=1, allow_nan=False) + "\n")
+    write_whole(out / "scaling.svg", scaling_svg(found))
+    write_page(found, out / "report.html")
 
 
 def _file(out: Path, job: RungJob) -> Path:

@@ -129,7 +129,7 @@ def gain_rows(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """
     task = _tasks(found)[0]
     every, both = gains(found, task), synergy(found, task)
-    if both is not None:
+    if both is not None and both.together not in every:
         every.insert(1, both.together)
     return [
         (

@@ -7,10 +7,8 @@ wider embedding and a wider model each go on learning where a smaller one has st
     logit P(click) = b + quality(item) + SIGNAL · Σ_k taste_k(user) · trait_k(item)
     taste_k ~ N(0, 1/(k+1)),   trait_k ~ N(0, 1),   k = 0 .. latents - 1
 
-The events of a history are clicks and skips of other items by the same law, but for a bias of their
-session: then the user clicks on more of everything, or on less, which neighbours tell, so that a
-layer in which events attend to each other has something to learn. An item may carry a content
-vector, which is its traits with noise. Left out: time (events are alike), files, readers.
+The events of a history are clicks and skips of other items by the same law. An item may carry a
+content vector, which is its traits with noise. Left out: time (events are alike), files, readers.
 """
 
 from dataclasses import dataclass
@@ -130,14 +128,7 @@ class PlantedWorld:
         )
         before_T = layout.offsets_O[who_T + 1] - torch.arange(total, device=self._device)
         item_T = self._items(total, draw)
-        logit_T = self._logits(taste_BK[who_T], item_T) + self._intercept
-        if self._spec.session_bias:
-            sessions = -(-self._spec.max_events // self._spec.session_events)
-            bias_BS = self._spec.session_bias * torch.randn(
-                len(lengths), sessions, generator=draw, device=self._device
-            )
-            logit_T += bias_BS[who_T, (before_T - 1) // self._spec.session_events]
-        rate_T = logit_T.sigmoid()
+        rate_T = (self._logits(taste_BK[who_T], item_T) + self._intercept).sigmoid()
         clicked_T = torch.rand(total, generator=draw, device=self._device) < rate_T
         fields = {
             ITEM: item_T + 1,

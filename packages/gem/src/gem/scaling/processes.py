@@ -106,7 +106,8 @@ def _in_a_process(children: Children, gpus: Gpus, job: RungJob, path: Path) -> d
     # A forked one could not use a GPU.
     context = multiprocessing.get_context("spawn")
     with gpus.one() as gpu:
-        process = context.Process(target=_apart, args=(job, path, gpu), daemon=True)
+        # No daemon: the workers of a reader are children of its own.
+        process = context.Process(target=_apart, args=(job, path, gpu), daemon=False)
         process.start()
         with children.running(process):
             process.join()

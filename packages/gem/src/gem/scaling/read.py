@@ -7,8 +7,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from gem.config import RunConfig, load_recipe
+from gem.config import RunConfig, load_recipe, shipped_recipes
 from gem.contract_faults import explain
+from gem.data.names import suggestion
 from gem.model.spec import GemSpec
 from gem.scaling.spec import LadderSpec, RungSpec, ScalingSpec
 from gem_opkit.errors import ConfigError, UnsupportedError, refusal
@@ -23,8 +24,7 @@ def shipped_ladders() -> dict[str, Path]:
     Returns:
         name -> file.
     """
-    room = Path(str(resources.files("gem.scaling") / "ladders"))
-    files = sorted(room.glob("*.toml"))
+    files = sorted(_room().glob("*.toml"))
     return {file.stem: file for file in files if "ladders" in _table(file)}
 
 
@@ -41,11 +41,23 @@ def read_ladder(asked: str) -> ScalingSpec:
         ConfigError: a file that is not there or not right, a recipe that does not exist.
         UnsupportedError: a recipe of another model than the hybrid one.
     """
-    path = shipped_ladders().get(asked, Path(asked))
+    ladders = shipped_ladders()
+    path = ladders.get(asked, Path(asked))
     if path.suffix == ".toml" and path.is_file():
         raw = _table(path)
         if "ladders" in raw:
             return _spec(path, raw)
+    elif asked not in (known := shipped_recipes()):
+        raise ConfigError(
+            refusal(
+                "gem scaling",
+                "RECIPE|LADDER",
+                must=f"be a TOML file, the ladder {', '.join(ladders)}, or a recipe of "
+                f"{', '.join(known)}",
+                got=repr(asked) + suggestion(asked, [*ladders, *known]),
+                fix="check the path",
+            )
+        )
     return ladders_of(asked)
 
 
@@ -54,8 +66,15 @@ def _spec(path: Path, raw: dict[str, Any]) -> ScalingSpec:
         spec = ScalingSpec.model_validate(raw)
     except ValidationError as fault:
         raise ConfigError(f"{path}: {explain(fault, raw, ScalingSpec)}") from fault
-    beside = path.parent / spec.recipe
-    return spec.model_copy(update={"recipe": str(beside)}) if beside.is_file() else spec
+    for beside in (path.parent / spec.recipe, _room() / spec.recipe):
+        if beside.is_file():
+            return spec.model_copy(update={"recipe": str(beside)})
+    return spec
+
+
+def _room() -> Path:
+    """Where the shipped ladders lie, and the recipes that they begin from."""
+    return Path(str(resources.files("gem.scaling") / "ladders"))
 
 
 def _table(path: Path) -> dict[str, Any]:

@@ -6,6 +6,8 @@ from pydantic import Field, model_validator
 
 from gem_opkit.contract import Contract
 
+Seeds = Annotated[tuple[Annotated[int, Field(ge=0, lt=2**63)], ...], Field(min_length=1)]
+
 
 class PlantedSpec(Contract):
     """The world that examples are drawn from (`gem.scaling.planted`)."""
@@ -21,15 +23,6 @@ class PlantedSpec(Contract):
     )
     max_events: int = Field(
         default=1_000, ge=1, description="longest history; lengths are uniform from 1 up"
-    )
-    session_events: int = Field(
-        default=32, ge=1, description="events of a session, counted back from the newest"
-    )
-    session_bias: float = Field(
-        default=0.0,
-        ge=0,
-        description="standard deviation of what a session adds to the logit of its events: a user "
-        "clicks on more of everything, or on less; of events alone",
     )
     click_rate: float = Field(default=0.3, gt=0, lt=1, description="about the share of clicks")
     seed: int = Field(default=0, ge=0, lt=2**16)
@@ -56,12 +49,16 @@ class LadderSpec(Contract):
 
     name: str = Field(pattern=r"^[A-Za-z0-9_.+-]+$")
     rungs: tuple[RungSpec, ...] = Field(min_length=1)
+    seeds: Seeds | None = Field(
+        default=None, description="of weights, for this ladder alone; none: those of all ladders"
+    )
 
     @model_validator(mode="after")
     def _unique(self) -> Self:
         names = [rung.name for rung in self.rungs]
         if len({*names}) < len(names):
             raise ValueError(f"rungs must have different names; got {', '.join(names)}")
+        _refuse_twins(self.seeds or ())
         return self
 
 
@@ -86,9 +83,7 @@ class ScalingSpec(Contract):
     held_out: int = Field(
         default=524_288, ge=1, description="examples that NE is measured on; planted alone"
     )
-    seeds: tuple[Annotated[int, Field(ge=0, lt=2**63)], ...] = Field(
-        default=(1,), min_length=1, description="of weights"
-    )
+    seeds: Seeds = Field(default=(1,), description="of weights")
     ladders: tuple[LadderSpec, ...] = Field(min_length=1)
     law: str | None = Field(
         default=None,
@@ -115,8 +110,7 @@ class ScalingSpec(Contract):
         ladders = {ladder.name: ladder for ladder in self.ladders}
         if len(ladders) < len(self.ladders):
             raise ValueError("ladders must have different names")
-        if len({*self.seeds}) < len(self.seeds):
-            raise ValueError(f"seeds must be different; got {', '.join(map(str, self.seeds))}")
+        _refuse_twins(self.seeds)
         if self.law is None:
             return self
         if self.source != "planted":
@@ -132,3 +126,8 @@ class ScalingSpec(Contract):
                 f"{len(ladders[self.law].rungs)}"
             )
         return self
+
+
+def _refuse_twins(seeds: tuple[int, ...]) -> None:
+    if len({*seeds}) < len(seeds):
+        raise ValueError(f"seeds must be different; got {', '.join(map(str, seeds))}")

@@ -16,7 +16,8 @@ from gem.data.features import DataSpec, StreamRead
 from gem.data.fields import StreamSpec
 from gem.data.prepare import default_folder
 from gem.data.statistics.spec import EventStatistic, HistoryCount, HistoryGap, HistoryStatistic
-from gem.serving.request import ScoreRequest
+from gem.data.user_embeddings import HOUR_MS, UserEmbeddings
+from gem.serving.request import GivenVector, ScoreRequest
 from gem.train.run import DATA_ROOT
 from gem.train.run_folder import CONFIG_FILE, read_run_config
 from gem.train.whole_file import write_whole
@@ -34,6 +35,8 @@ class RequestMaker:
     def __init__(self, folder: Path, data: DataSpec) -> None:
         self._dataset = dataset = Dataset.open(folder)
         self._data = data
+        reads = data.user_embeddings
+        self._embeddings = {name: UserEmbeddings(name, read) for name, read in reads.items()}
         self._examples = dataset.examples(dataset.example_requests())
         self._events: dict[str, dict[str, Column]] = {}
         self._order: dict[str, np.ndarray] = {}
@@ -83,7 +86,22 @@ class RequestMaker:
                 stream.name: self._history(stream, user, time_ms)
                 for stream in self._dataset.spec.streams
             },
+            vectors=self._vectors(user, time_ms),
         )
+
+    def _vectors(self, user: int, time_ms: int) -> dict[str, GivenVector]:
+        """The cached embeddings that the user had by then."""
+        users, times = np.asarray([user]), np.asarray([time_ms])
+        found = {}
+        for name, cached in self._embeddings.items():
+            place, age_hours = cached.rows_at(users, times)
+            if place[0] >= 0:
+                found[name] = GivenVector(
+                    vector=tuple(cached.columns(users, times)[0, :-1].tolist()),
+                    fingerprint=cached.fingerprint,
+                    valid_from_ms=time_ms - round(float(age_hours[0]) * HOUR_MS),
+                )
+        return found
 
     def example(self) -> ScoreRequest:
         """A request of the first row behind the training rows whose user has a history.

@@ -84,6 +84,7 @@ def export(
     )
     check_continues(saved, config, dataset_fingerprint(folder))
     tensors, are_averaged = checkpoint_weights(checkpoint, averaged=averaged)
+    first_ms, trained_until_ms = _times(folder, reader)
     model = model_with(config.model, reader.schema, tensors)
     work = begin_folder(out)
     try:
@@ -100,7 +101,8 @@ def export(
             averaged=are_averaged,
             dataset=reader.dataset.name,
             dataset_fingerprint=saved["dataset"],
-            **_times(folder, reader),
+            first_ms=first_ms,
+            trained_until_ms=trained_until_ms,
             model=config.model,
             data=_served(config),
             precision=config.precision,
@@ -151,14 +153,12 @@ def _copy_data(folder: Path, out: Path) -> None:
             shutil.copytree(folder / part, out / part, copy_function=shutil.copyfile)
 
 
-def _times(folder: Path, reader: Reader) -> dict[str, int]:
+def _times(folder: Path, reader: Reader) -> tuple[int, int]:
+    """Time of the first example of the log, and of the last training row."""
     dataset = Dataset.open(folder)
     times = dataset.examples([dataset.spec.examples.time])[dataset.spec.examples.time].values
     train = reader.times_ms("train")
-    return {
-        "first_ms": int(times[0]) if len(times) else 0,
-        "trained_until_ms": int(train[-1]) if len(train) else 0,
-    }
+    return int(times[0]) if len(times) else 0, int(train[-1]) if len(train) else 0
 
 
 def _served(config: RunConfig) -> Any:

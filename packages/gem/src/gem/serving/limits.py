@@ -27,6 +27,8 @@ class ServeSpec(Contract):
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, lt=65_536, description="0: any free one")
     max_body_bytes: int = Field(default=4 << 20, gt=0)
+    body_s: float = Field(default=10.0, gt=0, description="how long a body may take to come")
+    max_connections: int = Field(default=1_024, gt=0, description="more get 503 at once")
     queue: QueueLimits = QueueLimits()
     grace_s: float = Field(
         default=10.0, ge=0, description="how long an ending server waits for answers under way"

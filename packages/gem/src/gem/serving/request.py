@@ -75,6 +75,7 @@ class RequestLimits(Contract):
 
     max_candidates: int = Field(default=2_000, gt=0)
     max_events: int = Field(default=20_000, gt=0, description="of a stream of a request")
+    max_values: int = Field(default=1_000, gt=0, description="ids of one multi-valued input")
 
 
 class ScoreAnswer(Contract):
@@ -130,11 +131,20 @@ def check_size(request: ScoreRequest, limits: RequestLimits) -> None:
     for name, values in request.candidates.items():
         if len(values) > limits.max_candidates:
             raise _too_many(f"candidates.{name}", len(values), limits.max_candidates, "candidates")
+        _check_values(f"candidates.{name}", values, limits)
+    for name, value in request.features.items():  # each candidate will have a copy of it
+        _check_values(f"features.{name}", [value], limits)
     for stream, columns in request.history.items():
         for name, values in columns.items():
             if len(values) > limits.max_events:
                 what = f"history.{stream}.{name}"
                 raise _too_many(what, len(values), limits.max_events, "events")
+
+
+def _check_values(what: str, values: list[Any], limits: RequestLimits) -> None:
+    most = max((len(value) for value in values if isinstance(value, list)), default=0)
+    if most > limits.max_values:
+        raise _too_many(what, most, limits.max_values, "ids of a value")
 
 
 def _too_many(what: str, got: int, limit: int, of: str) -> RequestError:

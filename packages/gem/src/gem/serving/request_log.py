@@ -7,7 +7,7 @@ request replaces what it holds.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -299,7 +299,7 @@ class RequestSources(Sources):
         self._requests = log
         reads = data.user_embeddings
         log.embeddings = {n: GivenEmbedding(n, reads[n], width) for n, width in widths.items()}
-        self.embeddings.update(log.embeddings)
+        self.embeddings.update(cast(Any, log.embeddings))  # what reads them asks for no more
         self._ages.update({f"{name}_age_hours": name for name in widths if reads[name].age})
 
     def ids(self, name: str) -> Callable[[np.ndarray], Ids]:
@@ -332,7 +332,7 @@ class RequestSources(Sources):
 
 def _unknown(where: str, what: str, name: str, known: Iterable[str]) -> RequestError:
     names = sorted(known)
-    shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
+    shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "") or "there is none"
     return RequestError(
         f"request: {where} must be {what} ({shown}); got {name[:80]!r}{suggestion(name, names)}; "
         f"correct the name"

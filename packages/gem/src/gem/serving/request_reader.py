@@ -95,7 +95,9 @@ class RequestReader:
             self._state.restore(statistics)
         self._transforms = resolved_transforms(dataset.spec, data)
         plain = tuple(name for name in at_rest if name not in scaled)
-        reads = data.streams or {stream.name: StreamRead() for stream in dataset.spec.streams}
+        reads = data.streams
+        if reads is None:
+            reads = {stream.name: StreamRead() for stream in dataset.spec.streams}
         streams = {
             name: StreamReader(
                 sources, name, read, self._state.event_names.get(name, ()) if self._state else ()
@@ -169,13 +171,20 @@ def rows_of_request(served: ServedBatch, low: int, high: int) -> ServedBatch:
     part = replace(
         batch,
         streams={name: _cut_stream(stream, low, high) for name, stream in batch.streams.items()},
-        ids={name: _cut(field, low, high) for name, field in batch.ids.items()},
+        ids={name: rows_of_jagged(field, low, high) for name, field in batch.ids.items()},
         **columns,
     )
     return ServedBatch(part, served.shared, served.owners_N[low:high], (high - low,))
 
 
-def _cut(field: Jagged, low: int, high: int) -> Jagged:
+def rows_of_jagged(field: Jagged, low: int, high: int) -> Jagged:
+    """Some consecutive rows.
+
+    Args:
+        field: packed rows.
+        low: first row.
+        high: end of the rows, exclusive, above ``low``.
+    """
     ends = field.lengths.cumsum(0)
     first = int(ends[low] - field.lengths[low])
     layout = Layout.from_lengths(field.lengths[low:high])
@@ -184,9 +193,9 @@ def _cut(field: Jagged, low: int, high: int) -> Jagged:
 
 def _cut_stream(stream: StreamBatch, low: int, high: int) -> StreamBatch:
     return StreamBatch(
-        ids={name: _cut(field, low, high) for name, field in stream.ids.items()},
-        numbers=_cut(stream.numbers, low, high),
-        gap_seconds=_cut(stream.gap_seconds, low, high),
+        ids={name: rows_of_jagged(field, low, high) for name, field in stream.ids.items()},
+        numbers=rows_of_jagged(stream.numbers, low, high),
+        gap_seconds=rows_of_jagged(stream.gap_seconds, low, high),
     )
 
 

@@ -7,13 +7,14 @@ approximate, and `recall` says by how much.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import Field
 
+from gem.train.whole_file import partial_of
 from gem_opkit.contract import Contract
 from gem_opkit.errors import ConfigError, DataError, UnsupportedError, refusal
 
@@ -87,6 +88,8 @@ def read_vectors(path: Path, name: str) -> Vectors:
         DataError: no such file, one of another format, or of several models.
     """
     files = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
+    if not files:
+        raise _refused(path, "hold Parquet files", "none", "write them with gem")
     tables = [_table(file, name) for file in files]
     marks = {table.schema.metadata[_FINGERPRINT].decode() for table in tables}
     if len(marks) != 1:
@@ -170,6 +173,99 @@ def recall(found: np.ndarray, exact: np.ndarray) -> float:
     """
     hits = [len(np.intersect1d(a, b)) for a, b in zip(found, exact, strict=True)]
     return float(np.mean(hits) / exact.shape[1]) if hits else float("nan")
+
+
+def search_named(method: str, effort: int) -> SearchSpec:
+    """What a command line asks for.
+
+    Args:
+        method: its word.
+        effort: how much an index looks at.
+
+    Raises:
+        ConfigError: no such method.
+    """
+    known = get_args(SearchSpec.model_fields["method"].annotation)
+    if method not in known:
+        raise ConfigError(
+            refusal(
+                "gem nearest",
+                "--method",
+                must=f"be one of {', '.join(known)}",
+                got=repr(method),
+                fix="correct it",
+            )
+        )
+    return SearchSpec.model_validate({"method": method, "effort": effort})
+
+
+def write_nearest(
+    users: Path,
+    items: Path,
+    out: Path,
+    *,
+    count: int,
+    spec: SearchSpec,
+    with_recall: bool = False,
+) -> dict[str, Any]:
+    """Search for all users of a folder, and write what is found.
+
+    Args:
+        users: folder or file of embeddings of users; the newest of each counts.
+        items: file of vectors of items.
+        out: Parquet file to write, with the columns ``user``, ``rank`` (from 0), ``item`` and
+            ``score``; must not be there.
+        count: neighbours of each.
+        spec: how they are found.
+        with_recall: also search exactly, to compare.
+
+    Returns:
+        ``{file, users, items, count, method, fingerprint, recall}``; recall is null unless asked.
+
+    Raises:
+        ConfigError: the file is there, or more neighbours than items.
+        DataError: as `read_vectors` and `nearest`.
+        UnsupportedError: as `nearest`.
+    """
+    if out.exists() or out.is_symlink():
+        raise ConfigError(
+            refusal(
+                "gem nearest",
+                "--out",
+                must="be a new file",
+                got=f"{out}, which is there",
+                fix="choose another --out",
+            )
+        )
+    of_users, of_items = read_vectors(users, "user"), read_vectors(items, "item")
+    keys, scores = nearest(of_users, of_items, count, spec)
+    agree = None
+    if with_recall:
+        agree = recall(keys, nearest(of_users, of_items, count)[0])
+    there = (keys >= 0).reshape(-1)
+    table = pa.table(
+        {
+            "user": pa.array(np.repeat(of_users.keys, count)[there]),
+            "rank": pa.array(np.tile(np.arange(count), len(of_users.keys))[there]),
+            "item": pa.array(keys.reshape(-1)[there]),
+            "score": pa.array(scores.reshape(-1)[there]),
+        }
+    )
+    partial = partial_of(out)
+    try:
+        pq.write_table(table, partial)
+        partial.rename(out)
+    finally:
+        partial.unlink(missing_ok=True)
+    return {
+        "file": str(out),
+        "users": len(of_users.keys),
+        "items": len(of_items.keys),
+        "count": count,
+        "method": spec.method,
+        "fingerprint": of_users.fingerprint,
+        "recall": agree,
+    }
 
 
 def _check(users: Vectors, items: Vectors, count: int) -> None:

@@ -3,9 +3,9 @@
     POST /score      a request in, an answer out        GET /health     200 while it takes requests
     GET  /metadata   model, inputs and limits           GET /schema     JSON schema of a request
 
-Errors are ``{"error": "<one line>"}``: 400 for what is no JSON, 409 for an embedding of another
-model, 413 for what is too large, 422 for what makes no sense, 429 where the line is full, 503 while
-the server ends.
+Errors are ``{"error": "<one line>"}``: 400 for what is no JSON, 408 for a body that does not come,
+409 for an embedding of another model, 413 for what is too large, 422 for what makes no sense, 429
+where the line is full, 503 while the server ends.
 """
 
 import asyncio
@@ -63,9 +63,12 @@ def make_app(ranker: Ranker, spec: ServeSpec) -> FastAPI:
     @app.post("/score")
     async def score(request: Request) -> Response:
         try:
-            body = await _body(request, spec.max_body_bytes)
+            async with asyncio.timeout(spec.body_s):
+                body = await _body(request, spec.max_body_bytes)
             asked = ranker.parse(body)
             answer = await asyncio.wrap_future(line.put(asked))
+        except TimeoutError:
+            return _error(408, f"request: body must come within {spec.body_s:g} seconds; send it")
         except RequestError as fault:
             return _error(fault.status, str(fault))
         except Overloaded as fault:
@@ -105,6 +108,7 @@ def serve(ranker: Ranker, spec: ServeSpec, *, told: Callable[[str], None] = lamb
         uvicorn.Config(
             make_app(ranker, spec),
             log_level="warning",
+            limit_concurrency=spec.max_connections,
             timeout_graceful_shutdown=max(1, round(spec.grace_s)),
         )
     )

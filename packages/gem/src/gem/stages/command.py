@@ -24,7 +24,9 @@ from gem.data.embedding_files import MANIFEST
 from gem.data.prepare import provide
 from gem.report.paired import paired_bootstrap, task_losses
 from gem.stages.spec import StagesSpec
+from gem.train.given_versions import with_versions
 from gem.train.run import DATA_ROOT
+from gem.train.run_folder import check_folder
 from gem_opkit.bench import device_folder, provenance, write_rows
 from gem_opkit.errors import DataError, refusal
 
@@ -115,7 +117,7 @@ def run_stages(asked: Stages, told: Told) -> dict[str, Any]:
     names = tuple(spec.rankers)
     with threads_of(children, asked.jobs) as pool:
         # Whoever waits for an upstream model stands behind it, so that one thread will do.
-        made = {(k, s): pool.submit(upstream, (k, s)) for s in spec.seeds for k in kinds}
+        made = {(k, s): pool.submit(upstream, (k, s)) for k in kinds for s in spec.seeds}
         wanted = [(name, kind, s) for kind in (None, *kinds) for s in spec.seeds for name in names]
         list(pool.map(ranker, wanted))
     return compared(asked)
@@ -155,13 +157,16 @@ def _train(
     children: Children,
     told: Told,
 ) -> None:
+    if (folder / _SUMMARY).is_file():
+        config = with_versions(load_recipe(recipe, settings, seed=seed))
+        check_folder(config, folder, resume=True)  # refused if it is a run of other settings
+        told(f"{folder}: was trained before")
+        return
     words = ["train", recipe, "--seed", str(seed)]
     for text in settings:
         words += ["--set", text]
-    there = (folder / _SUMMARY).is_file()
-    # A finished run is asked all the same: it is refused if it is one of other settings.
     _run([*words, "--out", str(folder), "--resume"], folder / _SUMMARY, children)
-    told(f"{folder}: {'was trained before' if there else 'trained'}")
+    told(f"{folder}: trained")
 
 
 def _run(words: Sequence[str], result: Path, children: Children) -> None:

@@ -6,6 +6,7 @@ from nothing later. All of that follows from the log, so a folder that is contin
 bytes as one that is made in one go, and users without news are not touched.
 """
 
+import re
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -198,7 +199,9 @@ class _Work:
         self._model = assert_gem(run.step.model)
         self._reader = run.reader.as_of()
         self._loaded = Loaded(run, run.state.step)
-        self.embedded = 0
+        self._triggered: tuple[np.ndarray, np.ndarray] | None = None
+        if refresh.trigger is not None:
+            self._triggered = self._reader.events_with(*_trigger(refresh.trigger))
 
     def write(self, there: Manifest | None, width: int) -> Manifest:
         reader, refresh = self._run.reader, self._refresh
@@ -252,9 +255,8 @@ class _Work:
         every = self._refresh.every_ms
         who, when = self._reader.news()
         as_of = np.maximum(_ticks(when, every), begin)
-        if self._refresh.trigger is not None:
-            stream, field, values = _trigger(self._refresh.trigger)
-            more, known = self._reader.events_with(stream, field, values)
+        if self._triggered is not None:
+            more, known = self._triggered
             later = known + 1 >= begin
             who = np.concatenate([who, more[later]])
             as_of = np.concatenate([as_of, known[later] + 1])
@@ -289,7 +291,6 @@ class _Work:
                     found.append(vectors_BU.float().cpu().numpy())
         finally:
             model.train(training)
-        self.embedded += len(users)
         return np.concatenate(found)
 
     def _tell(self, manifest: Manifest, rows: int) -> None:
@@ -321,7 +322,7 @@ def _trigger(text: str) -> tuple[str, str, list[int]]:
     name, equals, values = text.partition("=")
     stream, dot, field = name.partition(".")
     ids = [value.strip() for value in values.split(",")]
-    if not equals or not dot or not all(i.lstrip("-").isdigit() for i in ids):
+    if not equals or not dot or not all(re.fullmatch("-?[0-9]{1,18}", i) for i in ids):
         raise ConfigError(
             refusal(
                 _COMMAND,

@@ -4,10 +4,10 @@ Ids are sorted out at the beginning of a step, on a stream of their own; rows ar
 this step has moved them, while the dense optimizer runs. So the next step finds what it would have
 found by itself, to the last bit, and its forward pass does not begin with a lookup.
 
-On several ranks the sizes of the messages, which the host has to know, are told behind the lookup of
-the step before, so that no host waits for its device and all can queue work ahead of it. Once rows
-have moved, ids and vectors travel beside the dense optimizer; but rows of fully sharded tables,
-which are whole in a pass alone, are fetched in the forward pass.
+On several ranks the sizes of the messages, which the host has to know, are told behind the lookup
+of the step before, so that no host waits for its device and all can queue work ahead of it. Once
+rows have moved, ids and vectors travel beside the dense optimizer; but rows of fully sharded
+tables, which are whole in a pass alone, are fetched in the forward pass.
 
 Reading rows earlier, and mending those that this step moves, was left aside: the popular rows are
 in most batches, and mending them reads them again.

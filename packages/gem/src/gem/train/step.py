@@ -43,6 +43,7 @@ from gem.train.later_passes import pull_rows, refuse_engine, tables_rest
 from gem.train.local_tensors import local_part, local_parts, put_parameters_back
 from gem.train.lookup_ahead import LookupAhead
 from gem.train.micro_batches import micro_batches
+from gem.train.newton import newton_map
 from gem.train.shared_weights import shares_of
 from gem.train.spec import ParallelSpec, TrainSpec, schedule_factor
 from gem.train.table_engine import shard_tables
@@ -55,6 +56,7 @@ from gem_parallel.dense import parallelise
 from gem_parallel.launch import World
 from gem_precision.gathered import GatheredLayers, gather_layers_in_8_bits
 from gem_precision.layers import apply_recipe
+from gem_precision.ops import tensor_norms
 from gem_precision.recipes import convert_layers
 
 
@@ -172,9 +174,17 @@ class TrainStep:
         # Of heads, whose logits are a view. Nothing here writes into what a module gives back.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
         self.dense = {n: p for n, p in model.named_parameters() if id(p) not in tables}
-        self.optimizers: dict[str, torch.optim.Optimizer] = {
-            "dense": dense_optimizer(self.spec, self.dense, names=self.sizes)
+        self.newton = newton_map(config, model, self.task_weights, ranks=world.size)
+        by_adam = {
+            name: p
+            for name, p in self.dense.items()
+            if self.newton is None or p is not self.newton.weight_AD
         }
+        self.optimizers: dict[str, torch.optim.Optimizer] = {
+            "dense": dense_optimizer(self.spec, by_adam, names=self.sizes)
+        }
+        if self.newton is not None:
+            self.optimizers["newton"] = self.newton
         if self.table_parameters:
             self.optimizers["tables"] = table_optimizer(self.table_parameters, self.spec.tables)
         self._base_lr = {
@@ -222,6 +232,8 @@ class TrainStep:
                     self._restore(*before)
                 if self.engine is not None:
                     self.engine.discard()
+                if self.newton is not None:
+                    self.newton.forget()
                 self.clock.mark("other")
                 return Scored(p_BA, loss, finite, fault)
         grad_norm = self._update(step, norms)
@@ -249,6 +261,8 @@ class TrainStep:
             self.world.device.type == "cuda"
             and config.precision.formats() == ("bf16_autocast",)
             and self.spec.accumulation_parts == 1  # else gradients would add up in bf16
+            # What stands in for weights on several ranks has never met a compiled region.
+            and (self.spec.compile == "off" or not self.world.grouped)
         )
 
     def _stand_ins(self, whole: Mapping[str, nn.Parameter]) -> Mapping[nn.Parameter, Tensor]:
@@ -258,9 +272,11 @@ class TrainStep:
 
     def _finite(self, loss: Tensor) -> tuple[Tensor, list[Tensor] | None]:
         """Whether all is finite; norms of dense gradients, where one pass tells both."""
+        if self.newton is not None:
+            loss = loss + sum(0.0 * grad_AD.sum() for grad_AD in self.newton.taken)
         if not isinstance(self.optimizers["dense"], DenseAdam):
             return is_finite(loss, [*self.dense.values(), *self.table_parameters]), None
-        norms = self.parallel.norms()
+        norms = self.parallel.norms(tensor_norms)
         finite = is_finite(loss, self.table_parameters)
         return (finite & norms_are_finite(norms) if norms else finite), norms
 
@@ -296,8 +312,13 @@ class TrainStep:
                 (loss * self.world.size).backward()
             logits.append(logits_BA.detach())
             losses.append(loss.detach())
+            if self.newton is not None:
+                numbers_BD = cast(GemModel, self.model).numbers(part.numbers_BD)
+                self.newton.observe(numbers_BD, logits[-1], part)
         if self.working is not None and not self.world.grouped:
             self.working.hand_over()
+        if self.newton is not None:
+            self.newton.take(known_A)
         if parts == 1:
             return logits[0], losses[0]
         return torch.cat(logits), torch.stack(losses).sum()
@@ -318,6 +339,8 @@ class TrainStep:
             self.engine.sync()
             self.ahead.read()
         self.clock.mark("optimizer")
+        if self.newton is not None:
+            self.newton.step()
         dense, clip = self.optimizers["dense"], self.spec.clip_norm
         norm: Tensor | None = None
         if clip is not None and not isinstance(dense, DenseAdam):

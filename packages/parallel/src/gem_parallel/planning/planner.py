@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gem_opkit.errors import ConfigError, refusal
-from gem_parallel.contract import DENSE_AXES, SPARSE_AXES, ParallelPlan, Topology
+from gem_parallel.contract import DENSE_AXES, SPARSE_AXES, ParallelPlan, TableCopies, Topology
 from gem_parallel.planning.exchanged import Exchanged
 from gem_parallel.planning.forecast import Forecast, accelerator_of, forecast
 from gem_parallel.planning.rates import Rates
@@ -126,11 +126,13 @@ def table_plans(topology: Topology) -> Iterator[ParallelPlan]:
     ranks, host = topology.world_size, topology.ranks_per_host
     for copies in divisors(ranks):
         parts = ranks // copies
-        for where, inner in (("near", copies), ("far", parts)):
+        inner_of: dict[TableCopies, int] = {"near": copies, "far": parts}
+        for where, inner in inner_of.items():
             if host % inner and inner % host:
                 continue
-            # Alike where only one of the two is cut, or one host holds all.
-            if where == "far" and (copies == 1 or parts == 1 or topology.hosts == 1):
+            # Alike where only one of the two is cut, or one host holds all; of no use across zones.
+            alike = copies == 1 or parts == 1 or topology.hosts == 1
+            if where == "far" and (alike or parts > host * topology.hosts_per_zone):
                 continue
             for fully in (False, True) if copies > 1 else (False,):
                 yield ParallelPlan(

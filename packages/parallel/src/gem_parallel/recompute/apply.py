@@ -112,7 +112,7 @@ class Recomputing:
     def _wrap(self, part: nn.Module, plan: RegionPlan) -> None:
         own = part.forward
         forward = partial(_with_stand_ins, part, own)
-        random = any(isinstance(m, nn.Dropout) and m.p > 0.0 for m in part.modules())
+        random = any(map(_draws, part.modules()))
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
             if not plan.kept:  # nothing to look out for: operators need not pass through Python
@@ -137,6 +137,13 @@ class Recomputing:
 
         part.forward = run
         self._undo.append(lambda: part.__dict__.pop("forward", None))
+
+
+def _draws(module: nn.Module) -> bool:
+    """Whether a forward pass draws from torch's generators: other modules than dropout say so."""
+    if isinstance(module, nn.Dropout):
+        return module.p > 0.0
+    return bool(getattr(module, "draws_random", False))
 
 
 def _with_stand_ins(part: nn.Module, own: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,8 +1,9 @@
-"""Triton kernel of ``adam_update``: all tensors in one launch, each element read and written once.
+"""Triton kernels of ``adam_update``: all tensors in one launch, each element read and written once.
 
 Weights are cut into chunks; a list of chunks names the tensor of each, and a table the addresses of
 that tensor and of what belongs to it. List and table are made on the host from sizes and addresses,
-which it knows.
+which it knows. What follows from a tensor's step is computed once for it, in a small launch before:
+in every chunk it would hold the registers that more programs could have.
 """
 
 import contextlib
@@ -13,12 +14,16 @@ import torch
 import triton
 import triton.language as tl
 
-_CHUNK = 32_768  # elements of a program: one read of the table for about 1 MB
+_CHUNK = 4096  # elements of a program; programs that run at once sweep over a few MB
 _BLOCK = 1024
+# Of a chunk that is not whole, whose elements are read one at a time: more of them at once would
+# take the registers of all programs.
+_TAIL = 128
 _ALIGNED = 16  # bytes: what a lane reads at once
-# Columns of the table of addresses, and of the table of rates.
+# Columns of the table of addresses, of the table of rates, and of what follows from a step.
 _COLUMNS = tl.constexpr(7)
 _RATES = tl.constexpr(2)
+_SCALARS = tl.constexpr(3)
 
 
 @triton.jit
@@ -49,44 +54,56 @@ def _pointer(table_ptr, column, dtype: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
+def _scalars_kernel(table_ptr, rates_ptr, log_beta_ptr, scalars_ptr):
+    """Write the size of a tensor's step, the share of its weights that is kept, and a root."""
+    tensor = tl.program_id(0)
+    step_ptr = _pointer(table_ptr + tensor * _COLUMNS, 4, tl.float32, False)
+    rate = tl.load(rates_ptr + tensor * _RATES)
+    # One minus a power near 1 would lose half of its digits in fp32.
+    step = tl.load(step_ptr).to(tl.float64)
+    step_size = rate / (1.0 - tl.exp(step * tl.load(log_beta_ptr)))
+    root = tl.sqrt(1.0 - tl.exp(step * tl.load(log_beta_ptr + 1)))
+    own_ptr = scalars_ptr + tensor * _SCALARS
+    tl.store(own_ptr, step_size.to(tl.float32))
+    tl.store(own_ptr + 1, tl.load(rates_ptr + tensor * _RATES + 1).to(tl.float32))
+    tl.store(own_ptr + 2, root.to(tl.float32))
+
+
+@triton.jit
 def _adam_kernel(
-    table_ptr, rates_ptr, chunks_ptr, factor_ptr, log_beta_ptr, beta1, rest1, beta2, rest2, eps,
+    table_ptr, scalars_ptr, chunks_ptr, factor_ptr, beta1, rest1, beta2, rest2, eps,
     FACTOR: tl.constexpr, HALF: tl.constexpr, COPY: tl.constexpr, ALIGNED: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     gradient_type: tl.constexpr = tl.bfloat16 if HALF else tl.float32
     code = tl.load(chunks_ptr + tl.program_id(0))
     tensor = code >> 32
     begin = (code & 0xFFFFFFFF) * CHUNK
     row_ptr = table_ptr + tensor * _COLUMNS
-    weight_ptr = _pointer(row_ptr, 0, tl.float32, ALIGNED)
-    gradient_ptr = _pointer(row_ptr, 1, gradient_type, ALIGNED)
-    mean_ptr = _pointer(row_ptr, 2, tl.float32, ALIGNED)
-    square_ptr = _pointer(row_ptr, 3, tl.float32, ALIGNED)
-    step_ptr = _pointer(row_ptr, 4, tl.float32, False)
-    copy_ptr = _pointer(row_ptr, 5, tl.bfloat16, ALIGNED)
-    elements = tl.load(row_ptr + 6)
-    rate = tl.load(rates_ptr + tensor * _RATES)
-    kept = tl.load(rates_ptr + tensor * _RATES + 1).to(tl.float32)
-    # One minus a power near 1 would lose half of its digits in fp32.
-    step = tl.load(step_ptr).to(tl.float64)
-    step_size = (rate / (1.0 - tl.exp(step * tl.load(log_beta_ptr)))).to(tl.float32)
-    root = tl.sqrt(1.0 - tl.exp(step * tl.load(log_beta_ptr + 1))).to(tl.float32)
+    weight_ptr = _pointer(row_ptr, 0, tl.float32, ALIGNED) + begin
+    gradient_ptr = _pointer(row_ptr, 1, gradient_type, ALIGNED) + begin
+    mean_ptr = _pointer(row_ptr, 2, tl.float32, ALIGNED) + begin
+    square_ptr = _pointer(row_ptr, 3, tl.float32, ALIGNED) + begin
+    copy_ptr = _pointer(row_ptr, 5, tl.bfloat16, ALIGNED) + begin
+    left = tl.load(row_ptr + 6) - begin
+    step_size = tl.load(scalars_ptr + tensor * _SCALARS)
+    kept = tl.load(scalars_ptr + tensor * _SCALARS + 1)
+    root = tl.load(scalars_ptr + tensor * _SCALARS + 2)
     factor = 1.0
     if FACTOR:
         factor = tl.load(factor_ptr).to(tl.float32)
-    places = begin + tl.arange(0, BLOCK)
-    if begin + CHUNK <= elements:
+    if left >= CHUNK:
+        places = tl.arange(0, BLOCK)
         for turn in range(0, CHUNK // BLOCK):
             _elements(
                 weight_ptr, gradient_ptr, mean_ptr, square_ptr, copy_ptr, places + turn * BLOCK,
                 None, factor, step_size, kept, root, beta1, rest1, beta2, rest2, eps, COPY,
             )  # fmt: skip
     else:
-        for turn in range(0, CHUNK // BLOCK):
-            at = places + turn * BLOCK
+        for turn in range(0, tl.cdiv(left.to(tl.int32), TAIL)):
+            at = turn * TAIL + tl.arange(0, TAIL)
             _elements(
-                weight_ptr, gradient_ptr, mean_ptr, square_ptr, copy_ptr, at, at < elements,
+                weight_ptr, gradient_ptr, mean_ptr, square_ptr, copy_ptr, at, at < left,
                 factor, step_size, kept, root, beta1, rest1, beta2, rest2, eps, COPY,
             )  # fmt: skip
 
@@ -129,17 +146,20 @@ def launch(
         pointers = [x for row in table for x in (*row[:4], row[5] if copies else 0)]
         sizes = tuple(weights[i].numel() for i in own)
         chunks = _chunks(sizes, device)
+        scalars = torch.empty((len(own), _SCALARS.value), dtype=torch.float32, device=device)
+        rows = _on_gpu(table, torch.int64, device)
+        of_rates = [[rates[i], 1.0 - rates[i] * decays[i]] for i in own]
         with _on_device(device):
+            _scalars_kernel[(len(own),)](
+                rows, _on_gpu(of_rates, torch.float64, device),
+                _on_gpu([_log(beta1), _log(beta2)], torch.float64, device), scalars,
+                num_warps=1,
+            )  # fmt: skip
             _adam_kernel[(len(chunks),)](
-                _on_gpu(table, torch.int64, device),
-                _on_gpu(
-                    [[rates[i], 1.0 - rates[i] * decays[i]] for i in own], torch.float64, device
-                ),
-                chunks, chunks if factor is None else factor,
-                _on_gpu([_log(beta1), _log(beta2)], torch.float64, device),
+                rows, scalars, chunks, chunks if factor is None else factor,
                 beta1, 1.0 - beta1, beta2, 1.0 - beta2, eps, FACTOR=factor is not None, HALF=half,
                 COPY=bool(copies), ALIGNED=all(x % _ALIGNED == 0 for x in pointers), CHUNK=_CHUNK,
-                BLOCK=_BLOCK,
+                BLOCK=_BLOCK, TAIL=_TAIL,
             )  # fmt: skip
 
 

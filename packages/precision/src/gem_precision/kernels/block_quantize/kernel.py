@@ -96,13 +96,14 @@ def _widen_kernel(
     mask = (t < rows)[:, None] & (d < width)[None, :]
     code = tl.load(elements_ptr + (t * width)[:, None] + d[None, :], mask=mask, other=0)
     scale = tl.load(scales_ptr + (tile * ROWS // BLOCK).to(tl.int64) * blocks_d + m)
-    # By integers, as in the interpreter: the kernel waits for memory anyway.
+    # By integers, as in the interpreter: the kernel waits for memory anyway. The sign, too: Triton
+    # subtracts from 0 where a minus stands, which loses that of 0.
     code = code.to(tl.int32)
     magnitude = code & 0x7F
-    normal = ((magnitude << 20) + (120 << 23)).to(tl.float32, bitcast=True)
-    value = tl.where(magnitude < 8, magnitude.to(tl.float32) * 0.001953125, normal)
-    value = tl.where(magnitude == 0x7F, float("nan"), value)
-    value = tl.where(code >= 0x80, -value, value) * scale
+    small = (magnitude.to(tl.float32) * 0.001953125).to(tl.int32, bitcast=True)
+    bits = tl.where(magnitude < 8, small, (magnitude << 20) + (120 << 23))
+    bits = tl.where(magnitude == 0x7F, 0x7FC00000, bits) | ((code & 0x80) << 24)
+    value = bits.to(tl.float32, bitcast=True) * scale
     at = (t * stride_t)[:, None] + d[None, :]
     tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=mask)
 

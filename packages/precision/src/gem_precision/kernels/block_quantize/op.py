@@ -148,6 +148,34 @@ def block_dequantize(matrix: BlockMatrix) -> Tensor:
     return widened(matrix.elements_TD, matrix.scales.T, 1)
 
 
+def block_quantize_untraced(x_TD: Tensor, *, impl: Impl = "auto") -> BlockMatrix:
+    """Quantise in squares of 128x128 as ``block_quantize`` does, without the operator around it.
+
+    For hooks that nothing traces, compiles or counts, and that run once a weight and gather: of the
+    time of a call the operator is most where a weight is small.
+
+    Args:
+        x_TD: fp32, bf16 or fp16, a matrix.
+        impl: who computes it; see ``gem_opkit.impl``.
+
+    Returns:
+        bytes and scales, those of ``block_quantize``.
+
+    Raises:
+        ShapeError, DtypeError, UnsupportedError: as ``block_quantize``.
+
+    Numerics, cost, source: as ``block_quantize``.
+    """
+    op = "block_quantize_untraced"
+    fits = x_TD.is_cuda and x_TD.ndim == 2 and x_TD.dtype in _DTYPES
+    if fits and resolve_impl(impl, x_TD.device, op, has_triton=_HAS_TRITON) == "triton":
+        from gem_precision.kernels.block_quantize.kernel import launch_squares
+
+        elements_TD, scales, _ = launch_squares(x_TD.detach(), turned="no")
+        return BlockMatrix(elements_TD, scales, "128x128")
+    return block_quantize(x_TD, block="128x128", impl=impl)
+
+
 def block_dequantize_into(out_TD: Tensor, matrix: BlockMatrix, *, impl: Impl = "auto") -> None:
     """Write the numbers that a matrix in blocks of 128x128 holds into another one, in one pass.
 

@@ -1,8 +1,8 @@
 """Triton kernels of ``norm_quantize``: rows are normalised, rounded and quantised where they lie.
 
-Two kernels. Where blocks lie along rows a program holds whole rows, as a norm does. Blocks of
-columns and squares need 32 rows: a program of these sums its rows first, and reads them again,
-from the cache, tile by tile.
+On Hopper ``kernel_sm90`` takes what it can; here are two kernels for everything else. Where blocks
+lie along rows a program holds whole rows, as a norm does. Blocks of columns and squares need 32
+rows: a program of these sums its rows first, and reads them again, from the cache, tile by tile.
 
 Bytes are to be those of ``row_norm`` and a quantising kernel one after the other, so statistics
 have to be the same bits. Sums of a row depend on how its elements lie in threads, which follows
@@ -179,6 +179,14 @@ def is_one_pass(width, *, centred, along):
     return along == "rows" or not centred or width & (width - 1) == 0
 
 
+def _runs_on_hopper(inputs, *, centred, along):
+    if not inputs[0].is_cuda:
+        return False
+    from gem_precision.kernels.norm_quantize import kernel_sm90
+
+    return kernel_sm90.supports(inputs, centred=centred, along=along)
+
+
 def launch_norm_quantize(
     x_TD, before_TD, after_TD, gain_D, *, centred, eps, scaling, element, along
 ):
@@ -187,6 +195,15 @@ def launch_norm_quantize(
     wide = scaling == "fp8_block"
     outputs = _block_outputs(x_TD) if wide else empty_outputs(x_TD, along)
     if x_TD.numel() == 0:
+        return outputs
+    form = constants_of("mxfp8_rceil" if wide else scaling, element, along)
+    operands = (x_TD, before_TD, after_TD, gain_D)
+    if _runs_on_hopper(operands, centred=centred, along=along):
+        from gem_precision.kernels.norm_quantize import kernel_sm90
+
+        kernel_sm90.launch(
+            operands, outputs, centred=centred, eps=eps, along=along, form=form, wide=wide
+        )
         return outputs
     if not is_one_pass(width, centred=centred, along=along):
         y_TD = launch_norm(
@@ -201,7 +218,6 @@ def launch_norm_quantize(
         "GAIN": gain_D is not None, "DTYPE": _DTYPES[x.dtype], "CAST": has_cast(x),
         "num_warps": warps,
     }  # fmt: skip
-    form = constants_of("mxfp8_rceil" if wide else scaling, element, along)
     inputs = [x if t is None else t for t in (x, before, after, gain_D)]
     # Columns beyond the tile of a norm are 0 in a sum, and change none of its bits.
     block = WIDE_BLOCK if wide else BLOCK

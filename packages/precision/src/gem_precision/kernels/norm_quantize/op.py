@@ -150,8 +150,9 @@ def norm_quantize(
         ``layer_norm`` and ``mx_quantize`` one after the other, of the same ``impl``.
     Cost: reads every input once, writes a byte an element and a byte a block; the norm itself is
         never in memory. Blocks of columns and squares read each strip of 32 rows once more, from
-        the cache. LayerNorm with blocks of columns or squares takes two kernels, and writes the
-        norm, where the width is no power of two: in one, its mean would have another last bit.
+        the cache or, on Hopper, from shared memory. LayerNorm with blocks of columns or squares
+        takes two kernels, and writes the norm, where the width is no power of two: in one, its mean
+        would have another last bit.
     Source: Meta's GEM training article, for quantising inside the norm.
     """
     if block == "32x32" and along != "rows":
@@ -201,7 +202,7 @@ def norm_quantize_both(
 
     Numerics: as ``norm_quantize``; both orientations come from y, neither from the other.
     Cost: as ``norm_quantize``, with two bytes an element. Rows of more than 512 elements take two
-        kernels, which are faster there.
+        kernels, which are faster there; on Hopper only what its own kernel does not take.
     Source: as ``norm_quantize``.
     """
     inputs = (x_TD, before_TD, after_TD, gain_D)

@@ -1,0 +1,35 @@
+"""Arguments and options that several commands have."""
+
+from typing import Annotated
+
+import typer
+
+RecipeArgument = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="A TOML file or a shipped recipe.")
+]
+
+
+RankBatch = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N", min=1, help="Examples of a rank; default: the recipe's batch on each rank."
+    ),
+]
+
+
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Replace one key of the recipe, as in train.dense.lr=1e-3; may be repeated.",
+    ),
+]
+
+
+JsonFlag = Annotated[
+    bool,
+    typer.Option(
+        "--json", metavar="", help="Print one JSON document on stdout, the rest on stderr."
+    ),
+]
