@@ -183,3 +183,32 @@ def test_the_demo_gives_what_the_page_says():
             and not row["settings"]
         )
         assert_shows(" ".join(found), row["test"]["auc"], row["test"]["ne"])
+
+
+def test_two_passes_in_the_text_are_those_of_the_rows():
+    text = PAGE.read_text(encoding="utf-8").replace("\n", " ")
+    (shown,) = re.findall(r"Two passes of `kuairand-days` reach(.+?): the long view", text)
+    wanted = [
+        figure
+        for raw in (False, True)
+        for task in TASKS["kuairand-days"]
+        for row in quality_rows()
+        if is_ours(row, "kuairand-days", task, "without statistics" if raw else "as shipped")
+        and repeated(row)
+        and "seeds" in row
+        for figure in (row["test"]["ne"], row["half_range"]["test"]["ne"])
+    ]
+    assert len(wanted) == 8
+    assert_shows(shown, *wanted)
+
+
+def test_progressive_figures_in_the_text_are_those_of_the_rows():
+    text = PAGE.read_text(encoding="utf-8").replace("\n", " ")
+    found = re.findall(r"progressive NE is (\S+)\s+where that of `ml100k-time` is (\.\d+)", text)
+    means = [
+        row["progressive"]["ne"]
+        for recipe in ("ml100k-cross", "ml100k-time")
+        for row in quality_rows()
+        if row.get("recipe") == recipe and "seeds" in row and row["settings"] == []
+    ]
+    assert_shows(" ".join(found[0]), *means)

@@ -121,11 +121,12 @@ def http_cases(
     command += ["--threads", str(threads), "--precision", "fp32", *words]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
-        said = ""
+        told, said = [], ""
         while server.stderr and not said.startswith("serving "):
             said = server.stderr.readline()
+            told.append(said)
             if not said:
-                raise SystemExit("bench_serving: gem serve ended before it served")
+                raise SystemExit(f"bench_serving: gem serve ended: {''.join(told)}")
         at = said.rsplit(" ", 1)[-1].strip()
         yield from asyncio.run(_ask(at, calls, load_s))
     finally:

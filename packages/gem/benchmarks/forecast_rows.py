@@ -6,6 +6,7 @@ Used by plot_scaling.py, which writes them down.
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from gem.config import load_recipe
@@ -144,7 +145,8 @@ def measured(folder: Path, fitted: Calibrated) -> list[str]:
 
     Returns:
         Markdown; the first row is the one that rates were fitted to. Weak scaling is counted
-        against one GPU with the same recipe, in the same state.
+        against one GPU with the same recipe: the same cards, each alone in the same job, where the
+        row tells it; else the row of one GPU.
     """
     lines = [
         "| recipe | GPUs, plan | MFU | weak scaling | measured, ms | forecast, ms | error "
@@ -161,6 +163,8 @@ def measured(folder: Path, fitted: Calibrated) -> list[str]:
             alone[name] = row["e2e_mfu"]
         here = " (fitted to it)" if row is rows[0] else ""
         base = earlier["one_gpu"][name]["e2e_mfu"] if then else alone.get(name)
+        if "alone_mfu" in row:  # of these very cards, in the same job
+            base = mean(row["alone_mfu"])
         weak = f"{row['e2e_mfu'] / base:.3f}" if base else "-"
         state = f", at {row['commit'][:7]}" if then else ""
         error = step_ms / row["step_ms"] - 1

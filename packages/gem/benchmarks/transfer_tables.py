@@ -25,23 +25,19 @@ def stages_table(rows: Rows) -> str:
     """Rankers without and with the embeddings of the upstream model."""
     lines = [
         "| ranker | task | NE without | NE with | with minus without, 95 % | better "
-        "| NE upstream, base to whole | NE with, base to whole | transfer ratio |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| NE upstream | transfer ratio |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for ranker, words in RANKERS.items():
         for row in rows:
             if row["ranker"] != ranker or row["name"] != "kuairand-stages":
                 continue
             gap, better = _gap(row["ne_with_minus_without"], "with", "without")
-            ne = row["ne"]
-            moves = [
-                _move(ne, "upstream_base", "upstream"),
-                _move(ne, "ranker_with_base", "ranker_with"),
-            ]
-            ratio = row["transfer_ratio"]
+            ne, ratio = row["ne"], row["transfer_ratio"]
             cells = [
                 *(words, row["task"], _mean(ne["ranker_without"]), _mean(ne["ranker_with"])),
-                *(gap, better, *moves, "n/a" if ratio is None else f"{ratio:.2f}"),
+                *(gap, better, _mean(ne["upstream"])),
+                "n/a" if ratio is None else _figure(ratio, sign=True),
             ]
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -71,13 +67,6 @@ def _gap(gap: dict[str, float], first: str, second: str) -> tuple[str, str]:
     better = second if low > 0 else first if high < 0 else "neither"
     middle, low, high = (_figure(gap[k], sign=True) for k in ("ne_difference", "low_95", "high_95"))
     return f"{middle} ({low} to {high})", better
-
-
-def _move(ne: dict[str, Any], before: str, after: str) -> str:
-    """From one NE to another; of rows without a smaller upstream model there is no such."""
-    if before not in ne:
-        return "n/a"
-    return f"{_figure(ne[before]['mean'])} to {_figure(ne[after]['mean'])}"
 
 
 def _mean(found: dict[str, Any]) -> str:
