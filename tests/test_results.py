@@ -135,8 +135,9 @@ def test_a_table_of_an_ablation_is_that_of_its_rows(recipe, task, text):
     rows = [row for row in rows if (row["recipe"], row["task"]) == (recipe, task)]
     found = {row["variant"]: row for row in rows}
     assert [cells[0].strip() for cells in lines] == [row["variant"] for row in rows]
-    for name, valid, test, auc, gap, verdict, flops, speed in lines:
+    for name, seeds, valid, test, auc, gap, verdict, flops, speed in lines:
         row = found[name.strip()]
+        assert int(seeds) == len(row["seeds"])
         assert_shows(valid, row["valid"]["ne"], row["valid_half_range"]["ne"])
         assert_shows(test, row["test"]["ne"], row["test_half_range"]["ne"])
         assert_shows(auc, row["test"]["auc"], row["test_half_range"]["auc"])

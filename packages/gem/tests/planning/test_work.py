@@ -92,7 +92,7 @@ def shipped_models():
     """Every shipped recipe of the hybrid model's kind, and every preset, on generated data."""
     for name in shipped_recipes():
         model = load_recipe(name).model
-        if isinstance(model, GemSpec):
+        if isinstance(model, GemSpec) and model.user_model is None:
             heads = model.heads.model_copy(update={"base_rates": {}, "task_weights": {}})
             # What names the inputs of a data set stays with that data set.
             apart = {"streams": {}, "leave_out": (), "heads": heads}
@@ -100,6 +100,21 @@ def shipped_models():
     for name in shipped_presets():
         model = load_recipe("synthetic-debug", [f"model.preset={name}"]).model
         yield pytest.param(model, id=f"preset {name}")
+
+
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [
+        (["model.user_model={}", "model.stream.target_tokens=0"], "model.user_model"),
+        (["model.distillation={}"], "model.distillation"),
+        (["data.teacher.folder=x"], "data.teacher"),
+        (["data.user_embeddings.up.folder=x"], "data.user_embeddings"),
+    ],
+)
+def test_what_models_give_one_another_is_not_planned(texts, said):
+    config = load_recipe("synthetic-debug", texts)
+    with pytest.raises(UnsupportedError, match=rf"{said} must be left out"):
+        work_of(config)
 
 
 @pytest.mark.parametrize("model", [*shipped_models()])

@@ -9,6 +9,7 @@ from typing import Any
 from gem.config import RunConfig
 from gem.data.batch import ExampleBatch
 from gem.report.page import write_report
+from gem.train.checkpoint import newest_first
 from gem.train.clock import StepClock
 from gem.train.diagnostics import Diagnostics
 from gem.train.given_versions import with_versions
@@ -28,7 +29,7 @@ from gem.train.run import (
     read_ahead,
     torch_settings,
 )
-from gem.train.run_folder import check_folder, held_folder, record_config
+from gem.train.run_folder import CHECKPOINTS, check_folder, held_folder, record_config
 from gem.train.run_log import RunLog
 from gem.train.saving import Saver, out_of_range, state_is_finite
 from gem.train.scored_in_time import ScoredInTime, scored_in_time
@@ -81,13 +82,13 @@ def train(
         check_folder(config, folder, resume=resume)
         run = build_run(config, folder, world, display, data_root, fresh=not resume)
         check_interim(run)
+        if next(newest_first(folder / CHECKPOINTS), None) is None:  # else its rows are in there
+            start_tables(run)
         record_config(config, folder, world)
         if resume:
             continue_run(run)
             if not world.is_first:  # a checkpoint holds the sum over ranks
                 out_of_range(run).zero_()
-        if not run.state.step:
-            start_tables(run)
         diagnostics = Diagnostics(run)
         diagnostics.write(run)
         run.stop = stop
