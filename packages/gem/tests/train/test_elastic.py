@@ -59,10 +59,10 @@ def results(summary):
     return {key: summary[key] for key in ("progressive", "valid", "test", "examples", "steps")}
 
 
-def test_after_kill_9_of_one_rank_the_run_ends_as_the_unbroken_one(
-    tiny, tiny_file, tmp_path, data_root
-):
+def test_after_kill_9_of_one_rank_the_run_ends_as_the_unbroken_one(tiny, tiny_file, tmp_path):
     config = tiny(*SETTINGS)
+    # A root of its own: the shared one may hold data sets of other tests as well.
+    data_root = tmp_path / "data"
     whole = run_ranks(unbroken_on_rank, RANKS, config, tmp_path / "whole", data_root)[0]
     (tmp_path / "dies.py").write_text(DIES)
     folder = next(data_root.glob("synthetic-*"))
