@@ -20,7 +20,7 @@ from gem.dry_run.build import build_step
 from gem.planning.schema import declared_schema
 from gem.train.clock import StepClock
 from gem.train.normalized_entropy import CLIP
-from gem.train.step import TrainStep, probabilities
+from gem.train.step import TrainStep
 from gem_opkit.ceilings import device_name
 from gem_parallel.launch import World, process_group
 
@@ -144,7 +144,7 @@ def run(asked: Asked) -> dict[str, Run]:
         for number in range(asked.held_out if seen == asked.batches else 0):
             one = drawn.batch(HELD_OUT_FROM + number, asked.batches[-1])
             for name, step in steps.items():
-                held[name].append(_sums(scored(step, one), one))
+                held[name].append(_sums(step.score(one.batch), one))
         return {
             name: Run(
                 progressive=_joined(sums[name], schema.labels),
@@ -187,16 +187,6 @@ def _step(asked: Asked, precision: str, world: World) -> TrainStep:
 
 def _joined(sums: list[Tensor], tasks: Sequence[str]) -> np.ndarray:
     return torch.stack(sums).cpu().numpy() if sums else np.zeros((0, len(tasks), 4))
-
-
-def scored(step: TrainStep, one: Drawn) -> Tensor:
-    """Probabilities of a batch that nothing is learned from."""
-    step.model.eval()
-    try:
-        with torch.no_grad(), step.precision():
-            return probabilities(step.model(one.batch))
-    finally:
-        step.model.train()
 
 
 def _nudge(step: TrainStep) -> None:

@@ -1,5 +1,6 @@
 """Arguments and options that several commands have."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -24,6 +25,22 @@ SetOption = Annotated[
         metavar="KEY=VALUE",
         help="Replace one key of the recipe, as in train.dense.lr=1e-3; may be repeated.",
     ),
+]
+
+
+RowsOption = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Folder of results that rows are added to.")
+]
+
+
+RunsAtOnce = Annotated[
+    int, typer.Option(metavar="N", min=1, max=256, help="Runs at the same time.")
+]
+
+
+LastFlag = Annotated[
+    bool,
+    typer.Option("--last", metavar="", help="The newest weights, where the recipe averages them."),
 ]
 
 

@@ -6,7 +6,14 @@ from typing import Annotated
 
 import typer
 
-from gem.commands.arguments import JsonFlag, RankBatch, RecipeArgument, SetOption
+from gem.commands.arguments import (
+    JsonFlag,
+    RankBatch,
+    RecipeArgument,
+    RowsOption,
+    RunsAtOnce,
+    SetOption,
+)
 from gem.commands.ending import end_early, refuse_ranks, terminated_cleanly
 from gem.commands.printing import console_of, print_json, say_line
 
@@ -63,10 +70,7 @@ def bench_step_of(  # noqa: PLR0913 - each is an option of the command
     svg: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Picture of the step to write.")
     ] = None,
-    rows: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Folder of results that a row is added to."),
-    ] = None,
+    rows: RowsOption = None,
     *,
     device_batches: Annotated[
         bool,
@@ -165,13 +169,8 @@ def bench_ablation_of(  # noqa: PLR0913 - each is an option of the command
         Path | None,
         typer.Option(metavar="DIR", help="Folder of the runs; default runs/ablation/<recipe>."),
     ] = None,
-    rows: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Folder of results that rows are added to."),
-    ] = None,
-    jobs: Annotated[
-        int, typer.Option(metavar="N", min=1, max=256, help="Runs at the same time.")
-    ] = 1,
+    rows: RowsOption = None,
+    jobs: RunsAtOnce = 1,
     *,
     finished: Annotated[
         bool, typer.Option("--finished", metavar="", help="Compare what is trained already.")

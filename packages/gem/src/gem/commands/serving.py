@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from gem.commands.arguments import JsonFlag
+from gem.commands.arguments import JsonFlag, LastFlag
 from gem.commands.ending import refuse_ranks, terminated_cleanly
 from gem.commands.printing import console_of, print_json, say_line
 from gem.quick_exit import interrupts_end_at_once
@@ -26,12 +26,7 @@ def export(
         ),
     ] = None,
     *,
-    last: Annotated[
-        bool,
-        typer.Option(
-            "--last", metavar="", help="The newest weights, where the recipe averages them."
-        ),
-    ] = False,
+    last: LastFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Write a trained model as a folder that scores without the run and without the log.

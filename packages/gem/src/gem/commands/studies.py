@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from gem.commands.arguments import JsonFlag
+from gem.commands.arguments import JsonFlag, RowsOption, RunsAtOnce
 from gem.commands.ending import end_early, refuse_ranks, terminated_cleanly
 from gem.commands.printing import console_of, print_json, say_line
 
@@ -80,13 +80,8 @@ def stages(
         Path | None,
         typer.Option(metavar="DIR", help="Folder of the runs; default runs/stages/<name>."),
     ] = None,
-    rows: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Folder of results that rows are added to."),
-    ] = None,
-    jobs: Annotated[
-        int, typer.Option(metavar="N", min=1, max=256, help="Runs at the same time.")
-    ] = 1,
+    rows: RowsOption = None,
+    jobs: RunsAtOnce = 1,
     *,
     as_json: JsonFlag = False,
 ) -> None:

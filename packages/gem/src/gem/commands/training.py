@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from gem.commands.arguments import JsonFlag, SetOption
+from gem.commands.arguments import JsonFlag, LastFlag, SetOption
 from gem.commands.ending import Terminated, end_early, terminate_by_exception, terminated_cleanly
 from gem.commands.printing import console_of, print_json, say_line
 from gem.quick_exit import interrupts_end_at_once
@@ -268,12 +268,7 @@ def export_weights_of(
     ],
     out: Annotated[Path, typer.Option(metavar="FILE", help="SafeTensors file to write.")],
     *,
-    last: Annotated[
-        bool,
-        typer.Option(
-            "--last", metavar="", help="The newest weights, where the recipe averages them."
-        ),
-    ] = False,
+    last: LastFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Write the dense weights of a run to one SafeTensors file; needs no data set.

@@ -20,7 +20,6 @@ from gem.scaling.planted import CLICK, CONTENT, Drawn, PlantedWorld, history_len
 from gem.scaling.spec import PlantedSpec
 from gem.train.clock import StepClock
 from gem.train.normalized_entropy import CLIP, binary_entropy
-from gem.train.step import TrainStep, probabilities
 from gem_opkit.bench import provenance
 from gem_opkit.ceilings import device_name
 from gem_opkit.errors import ConfigError, UnsupportedError, refusal
@@ -263,7 +262,7 @@ def _on_planted(job: RungJob, config: RunConfig, planted: PlantedSpec) -> dict[s
                 first = _now(world)  # kernels are compiled by then
         ended = _now(world)
         held = [
-            _sums(_scored(step, one), one)
+            _sums(step.score(one.batch), one)
             for one in (drawn.batch(HELD_OUT_FROM + n, size) for n in range(held_out))
         ]
         # The last third of the run: what came before was scored by a model that knew little.
@@ -312,16 +311,6 @@ def _refuse_ranks(world: World) -> None:
 def _tables(schema: BatchSchema) -> dict[str, Any]:
     sources = [*schema.ids, *(source for stream in schema.streams for source in stream.ids)]
     return {source.table: source for source in sources}
-
-
-def _scored(step: TrainStep, one: Drawn) -> Tensor:
-    """Probabilities of a batch that nothing is learned from."""
-    step.model.eval()
-    try:
-        with torch.no_grad(), step.precision():
-            return probabilities(step.model(one.batch))
-    finally:
-        step.model.train()
 
 
 def _sums(p_BA: Tensor, one: Drawn) -> Tensor:

@@ -240,6 +240,22 @@ class TrainStep:
         self.clock.mark("other")
         return Scored(p_BA, loss, finite, grad_norm=grad_norm)
 
+    def score(self, batch: ExampleBatch) -> Tensor:
+        """Probabilities of a batch that nothing is learned from; for a model of one process.
+
+        Args:
+            batch: on the device of the step.
+
+        Returns:
+            p_BA, float32.
+        """
+        self.model.eval()
+        try:
+            with torch.no_grad(), self.precision():
+                return probabilities(self.model(batch))
+        finally:
+            self.model.train()
+
     def expect(self, batch: ExampleBatch) -> None:
         """Say which batch comes behind the one that is trained next, so that it is looked up ahead.
 

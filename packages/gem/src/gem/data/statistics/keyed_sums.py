@@ -68,11 +68,46 @@ class Reading:
         return (self.sums / FIXED_POINT + prior * towards) / (self.counts + prior)
 
 
-class KeyedSums:
+class _Totals:
+    """Sum and count of each row of a table, in fixed point; they can be saved and restored."""
+
+    def __init__(self, rows: int) -> None:
+        self._totals = np.zeros((rows, 2), np.int64)  # side by side: one cache line a lookup
+
+    def saved(self) -> dict[str, np.ndarray]:
+        """The rows that hold anything; for `restore`."""
+        rows = np.flatnonzero(self._totals.any(axis=1))
+        size = np.asarray([len(self._totals)], np.int64)
+        return {"rows": rows, "totals": self._totals[rows], "size": size}
+
+    def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Hold what was saved, and nothing else.
+
+        Args:
+            arrays: of `saved`.
+
+        Raises:
+            DataError: they are of another number of rows.
+        """
+        if int(arrays["size"][0]) != len(self._totals):
+            raise DataError(
+                refusal(
+                    "statistics",
+                    "saved sums",
+                    must=f"be of {len(self._totals)} rows",
+                    got=int(arrays["size"][0]),
+                    fix="save them again with these declarations",
+                )
+            )
+        self._totals[:] = 0
+        self._totals[arrays["rows"]] = arrays["totals"]
+
+
+class KeyedSums(_Totals):
     """Sum and count of each of `keys` keys, over everything that was added."""
 
     def __init__(self, keys: int) -> None:
-        self._totals = np.zeros((keys, 2), np.int64)  # side by side: one cache line a lookup
+        super().__init__(keys)
         self._first = np.full(keys, -1, np.int32)
 
     def open_block(self, keys: np.ndarray, groups: np.ndarray, values: np.ndarray) -> "OpenBlock":
@@ -87,21 +122,6 @@ class KeyedSums:
             the block; `close` can add it for good. Only one may be open at a time.
         """
         return OpenBlock(self._totals, self._first, keys, groups, values)
-
-    def saved(self) -> dict[str, np.ndarray]:
-        """The rows that hold anything; for `restore`."""
-        return _held(self._totals)
-
-    def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Hold what was saved, and nothing else.
-
-        Args:
-            arrays: of `saved`.
-
-        Raises:
-            DataError: they are of another number of keys.
-        """
-        _hold(self._totals, arrays)
 
 
 class OpenBlock:
@@ -164,7 +184,7 @@ class OpenBlock:
         self._totals[self._run_keys, 1] += np.diff(ends)
 
 
-class PairSums:
+class PairSums(_Totals):
     """Sum and count of each pair of keys, where the pairs that read are also those that add.
 
     With more possible pairs than rows in the table, pairs share rows by hash: a bounded memory
@@ -175,7 +195,7 @@ class PairSums:
         self._keys = keys
         self._rows = min(rows, keys * keys)
         self._dense = keys * keys <= rows
-        self._totals = np.zeros((self._rows, 2), np.int64)
+        super().__init__(self._rows)
 
     def rows(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
         """The row of each pair; the order of the two does not matter.
@@ -228,39 +248,3 @@ class PairSums:
         self._totals[sorted_rows[starts]] += added[ends] - added[starts]
         totals += earlier
         return Reading(totals[:, 0], totals[:, 1])
-
-    def saved(self) -> dict[str, np.ndarray]:
-        """The rows that hold anything; for `restore`."""
-        return _held(self._totals)
-
-    def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Hold what was saved, and nothing else.
-
-        Args:
-            arrays: of `saved`.
-
-        Raises:
-            DataError: they are of another number of pairs.
-        """
-        _hold(self._totals, arrays)
-
-
-def _held(totals: np.ndarray) -> dict[str, np.ndarray]:
-    rows = np.flatnonzero(totals.any(axis=1))
-    size = np.asarray([len(totals)], np.int64)
-    return {"rows": rows, "totals": totals[rows], "size": size}
-
-
-def _hold(totals: np.ndarray, arrays: Mapping[str, np.ndarray]) -> None:
-    if int(arrays["size"][0]) != len(totals):
-        raise DataError(
-            refusal(
-                "statistics",
-                "saved sums",
-                must=f"be of {len(totals)} rows",
-                got=int(arrays["size"][0]),
-                fix="save them again with these declarations",
-            )
-        )
-    totals[:] = 0
-    totals[arrays["rows"]] = arrays["totals"]
