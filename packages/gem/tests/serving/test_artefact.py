@@ -7,7 +7,10 @@ import sys
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from gem import faults
+from gem.cli import app
 from gem.serving import export as export_module
 from gem.serving.export import export
 from gem.serving.manifest import MANIFEST_FILE, TABLES_FILE
@@ -148,3 +151,14 @@ def test_a_fingerprint_sees_names_shapes_dtypes_and_every_number():
         {"a": a, "b": -b},
     ]
     assert len({base, *(model_fingerprint(other) for other in others)}) == 7
+
+
+def test_an_export_that_fails_leaves_no_example_in_the_way(tmp_path, monkeypatch):
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "file").touch()
+    monkeypatch.setattr("gem.serving.example.write_example", lambda run, out: out.touch())
+    example = tmp_path / "example.json"
+    words = ["export", "run", "--out", str(tmp_path / "used"), "--example", str(example)]
+    done = CliRunner().invoke(app, words, obj=faults.Asked())
+    assert "must be a new or an empty folder" in str(done.exception)
+    assert not example.exists()

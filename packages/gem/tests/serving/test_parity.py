@@ -325,6 +325,7 @@ def test_cached_embeddings_come_with_the_request(tiny, tmp_path, data_root):
     for changes, status, said in (
         ({"fingerprint": "0" * 64}, 409, f"must be {embedded.fingerprint}"),
         ({"vector": [0.5] * 3}, 422, "must have 4 numbers; got 3"),
+        ({"vector": [0.5, 1e39, 0.5, 0.5]}, 422, r"vector\[1\] must be finite in float32; got 1e"),
     ):
         with pytest.raises(RequestError, match=said) as fault:
             ranker.score(asked | {"vectors": {"cached": {**vector, **changes}}})

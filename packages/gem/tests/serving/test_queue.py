@@ -72,6 +72,14 @@ def test_a_bad_request_is_told_to_who_asked_it_alone():
     assert line.scored == 1
 
 
+def test_answers_that_are_missing_are_told_and_the_line_goes_on():
+    answer = ScoreAnswer(scores={}, fingerprint="1")
+    with ScoreQueue(lambda requests: [answer] * (requests[0].user != 0), QueueLimits()) as line:
+        with pytest.raises(ValueError, match="shorter"):
+            line.put(ask(0)).result(20)
+        assert line.put(ask(1)).result(20).fingerprint == "1"
+
+
 def test_a_fault_is_told_and_the_line_goes_on():
     calls = []
 

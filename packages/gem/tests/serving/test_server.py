@@ -19,13 +19,13 @@ NOW = 1_800_000_000_000
 _GOOD = {"user": 3, "time_ms": NOW, "candidates": {"item_id": [1, 2, 3]}}
 
 
-def serving(ranker, spec):
+def serving(ranker, spec, **how):
     """A client of a running application; FastAPI is an extra, which a GPU machine may lack."""
     from fastapi.testclient import TestClient
 
     from gem.serving.server import make_app
 
-    return TestClient(make_app(ranker, spec))
+    return TestClient(make_app(ranker, spec), **how)
 
 
 def _body(**changes) -> bytes:
@@ -102,6 +102,20 @@ def test_a_body_that_does_not_come_is_not_waited_for(ranker):
     said = asyncio.run(asked())
     assert said[0]["status"] == 408
     assert b"body must come within 0.05 seconds" in said[1]["body"]
+
+
+def test_a_fault_of_the_server_is_one_line_and_it_goes_on(ranker, monkeypatch):
+    def broken(requests):
+        raise MemoryError("of a device, with an address")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ranker, "score_many", broken)
+        with serving(ranker, ServeSpec(), raise_server_exceptions=False) as client:
+            answer = client.post("/score", json=_GOOD)
+            assert answer.status_code == 500
+            assert answer.json()["error"].count("MemoryError") == 1
+            assert "address" not in answer.text
+            assert client.get("/health").status_code == 200
 
 
 def test_it_says_what_it_is_and_how_it_is(client, ranker):

@@ -10,6 +10,11 @@ RecipeArgument = Annotated[
 ]
 
 
+RunArgument = Annotated[
+    Path, typer.Argument(metavar="RUN", help="Folder of a run, or one of its checkpoints.")
+]
+
+
 RankBatch = Annotated[
     int | None,
     typer.Option(

@@ -6,16 +6,14 @@ from typing import Annotated
 
 import typer
 
-from gem.commands.arguments import JsonFlag, LastFlag
+from gem.commands.arguments import JsonFlag, LastFlag, RunArgument
 from gem.commands.ending import refuse_ranks, terminated_cleanly
 from gem.commands.printing import console_of, print_json, say_line
 from gem.quick_exit import interrupts_end_at_once
 
 
 def export(
-    run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="Folder of a run, or one of its checkpoints.")
-    ],
+    run: RunArgument,
     out: Annotated[Path, typer.Option(metavar="ARTEFACT", help="New folder for the artefact.")],
     example: Annotated[
         Path | None,
@@ -43,7 +41,12 @@ def export(
     with terminated_cleanly():
         if example is not None:
             write_example(run, example)
-        found = export_run(run, out, averaged=not last)
+        try:
+            found = export_run(run, out, averaged=not last)
+        except BaseException:
+            if example is not None:  # it would be in the way of the next attempt
+                example.unlink(missing_ok=True)
+            raise
     if as_json:
         print_json({"folder": str(out)} | found.model_dump(mode="json", exclude={"files"}))
         return

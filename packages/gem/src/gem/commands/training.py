@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from gem.commands.arguments import JsonFlag, LastFlag, SetOption
+from gem.commands.arguments import JsonFlag, LastFlag, RunArgument, SetOption
 from gem.commands.ending import Terminated, end_early, terminate_by_exception, terminated_cleanly
 from gem.commands.printing import console_of, print_json, say_line
 from gem.quick_exit import interrupts_end_at_once
@@ -88,9 +88,7 @@ def _settle_arrow() -> None:
 
 
 def evaluate_run(
-    run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="Folder of a run, or one of its checkpoints.")
-    ],
+    run: RunArgument,
     *,
     predictions: Annotated[
         bool,
@@ -121,9 +119,7 @@ def evaluate_run(
 
 
 def predict(  # noqa: PLR0913 - each is an option of the command
-    run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="Folder of a run, or one of its checkpoints.")
-    ],
+    run: RunArgument,
     out: Annotated[Path, typer.Option(metavar="DIR", help="New folder for the predictions.")],
     splits: Annotated[
         list[str] | None,
@@ -263,9 +259,7 @@ def _refuse_refresh(every: object, refresh_on: object, until: object) -> None:
 
 
 def export_weights_of(
-    run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="Folder of a run, or one of its checkpoints.")
-    ],
+    run: RunArgument,
     out: Annotated[Path, typer.Option(metavar="FILE", help="SafeTensors file to write.")],
     *,
     last: LastFlag = False,

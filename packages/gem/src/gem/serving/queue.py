@@ -98,11 +98,12 @@ class ScoreQueue:
             alive = [(r, f) for r, f in taken if f.set_running_or_notify_cancel()]
             try:
                 answers = self._score([request for request, _ in alive]) if alive else []
+                answered = list(zip(alive, answers, strict=True))
             except Exception as fault:  # noqa: BLE001 - told to each that waits, who re-raises it
                 for _, future in alive:
                     future.set_exception(fault)
                 continue
-            for (_, future), answer in zip(alive, answers, strict=True):
+            for (_, future), answer in answered:
                 if isinstance(answer, RequestError):
                     future.set_exception(answer)
                 else:

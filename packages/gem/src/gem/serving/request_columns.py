@@ -61,7 +61,6 @@ class ColumnReader:
 
     Args:
         texts: what ids stand for.
-        tables: name of an id column -> its table, under the name that ``where`` gives it.
     """
 
     def __init__(self, texts: Texts) -> None:

@@ -38,7 +38,8 @@ class GivenEmbedding:
             than the recipe allows.
 
         Raises:
-            RequestError: it is of another model, or of another width.
+            RequestError: it is of another model, of another width, or has a number that
+                float32 cannot hold.
         """
         vector, age_hours = None, 0.0
         if given is not None:
@@ -85,4 +86,13 @@ class GivenEmbedding:
                 f"request: {self._where}.vector must have {self.width} numbers; got "
                 f"{len(given.vector)}; send the embedding as it was written"
             )
-        return np.asarray(given.vector, np.float32)
+        # What float32 cannot hold would be infinite in the model.
+        wide = np.asarray(given.vector, np.float64)
+        bad = ~(np.abs(wide) <= np.finfo(np.float32).max)
+        if bad.any():
+            place = int(np.argmax(bad))
+            raise RequestError(
+                f"request: {self._where}.vector[{place}] must be finite in float32; got "
+                f"{given.vector[place]!r}; correct it"
+            )
+        return wide.astype(np.float32)

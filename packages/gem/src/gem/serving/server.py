@@ -5,7 +5,7 @@
 
 Errors are ``{"error": "<one line>"}``: 400 for what is no JSON, 408 for a body that does not come,
 409 for an embedding of another model, 413 for what is too large, 422 for what makes no sense, 429
-where the line is full, 503 while the server ends.
+where the line is full, 500 for a fault of the server, 503 while it ends.
 """
 
 import asyncio
@@ -74,6 +74,13 @@ def make_app(ranker: Ranker, spec: ServeSpec) -> FastAPI:
         except Overloaded as fault:
             return _error(429 if line.is_open else 503, str(fault), {"Retry-After": "1"})
         return Response(answer.model_dump_json(), media_type="application/json")
+
+    @app.exception_handler(Exception)
+    async def failed(_: Request, fault: Exception) -> Response:
+        # The server's own log has the trace; who asks learns of what kind it was.
+        return _error(
+            500, f"gem serve: scoring must succeed; got {type(fault).__name__}; see its log"
+        )
 
     @app.get("/health")
     async def health() -> Response:
