@@ -316,8 +316,8 @@ def test(session: nox.Session, package: str) -> None:
     if package == "repo":
         install(session, PACKAGES, extras=["test"], triton=True)
         folder = "tests"
-        # The blocks of a README run in their order.
-        spread = "loadfile"
+        # The blocks of a README run in their order, so its page stays with one process.
+        spread = "loadgroup"
     else:
         # fbgemm has builds for Linux alone; elsewhere the tests that need it are left out.
         sharded = sys.platform == "linux"

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -151,7 +152,7 @@ def test_marked_python_names_what_exists(page: Path):
 
 
 @pytest.fixture(scope="module")
-def copies(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Path]:
+def copy_for(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
     """Copies of the repository, one a page: what its commands write stays out of the original."""
     listed = subprocess.run(
         ["git", "-c", "safe.directory=*", "ls-files", "-z", "-co", "--exclude-standard"],
@@ -161,23 +162,26 @@ def copies(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Path]:
         text=True,
     )
     files = [name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
-    found = {}
-    for page in {block.page for block in chosen(SHELL, marked=False)}:
-        copy = found[page] = tmp_path_factory.mktemp("copy")
+
+    @cache
+    def copied(_: Path) -> Path:
+        copy = tmp_path_factory.mktemp("copy")
         for name in files:
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, copy / name)
-    return found
+        return copy
+
+    return copied
 
 
 @pytest.mark.parametrize("block", chosen(SHELL, marked=False), ids=str)
-def test_commands_run(block: Block, copies: dict[Path, Path]):
+def test_commands_run(block: Block, copy_for: Callable[[Path], Path]):
     script = block.text
     if block.language == "console":
         script = "\n".join(re.findall(r"^\$ (.*)", script, re.MULTILINE))
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", script],
-        cwd=copies[block.page],
+        cwd=copy_for(block.page),
         env={
             **os.environ,
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",

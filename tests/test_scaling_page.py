@@ -54,6 +54,7 @@ def test_every_measured_step_is_forecast_within_the_band(scripts, fitted):
 def test_tables_of_rates_and_rows_are_todays(scripts, fitted):
     assert part("rates") == scripts[1].rates_table(fitted)
     assert part("measured") == scripts[1].measured(RESULTS, fitted)
+    assert part("split") == scripts[1].split_table(RESULTS)
     assert part("ways") == scripts[1].ways_table(RESULTS)
 
 
@@ -70,8 +71,31 @@ def test_rates_that_ship_are_those_of_the_rows(scripts, fitted):
 def test_table_of_choices_is_todays(scripts, fitted):
     lines, parts = scripts[0].choices("h200", fitted.rates)
     assert part("choices") == [*lines, "", *parts]
+    assert part("contention") == scripts[0].contentions("h200", fitted.rates)
     # The aim, with all that a recipe may choose.
     assert float(lines[-1].split("|")[3]) >= 0.85
+
+
+def test_sections_are_compared_with_those_of_one_gpu_of_the_same_job(scripts, tmp_path):
+    row = next(row for row in scripts[1].step_rows(RESULTS) if row["gpus"] == 2)
+    own = {name: [ms - place, 0.0] for place, (name, ms) in enumerate(row["sections_ms"].items())}
+    told = row | {"alone_sections_ms": own, "commit": "abcdef0123"}
+    folder = tmp_path / "h200x2"
+    folder.mkdir()
+    rows = "".join(json.dumps(each) + "\n" for each in (told, row | {"plan": "another"}))
+    (folder / "step.jsonl").write_text(rows, encoding="utf-8")
+    lines = scripts[1].split_table(tmp_path)
+    cells = [cell.strip() for cell in lines[2].split("|")[1:-1]]
+    more = row["step_ms"] - row["alone_step_ms"][0]
+    assert cells[2:4] == [f"{row['alone_step_ms'][0]:.1f}", f"{more:+.1f}"]
+    # In the order data, forward, backward, tables, optimizer of the row: 0 to 4 ms more.
+    assert cells[4:9] == ["+1.0", "+2.0", "+3.0", "+4.0", "+0.0"]
+    assert lines[3] == ""
+    assert lines[4].startswith("Rows of 4ec8230 have the time of one GPU")
+    # Rates are then fitted to these sections, not to those of another state.
+    one, _, told_how = scripts[1].fitted_steps(tmp_path)
+    assert told_how is None
+    assert one["sections_ms"]["forward"] == pytest.approx(sum(own["forward"]) / 2)
 
 
 @pytest.mark.parametrize("times", [1, 100])

@@ -165,7 +165,8 @@ def _compared(
     single: Way, way: Way, given: argparse.Namespace, config: RunConfig
 ) -> dict[str, Any]:
     """Rounds of one rank's own way and of another in turn; the row of that one."""
-    single.begin_anew()
+    for each in (single, way):
+        each.begin_anew()
     for _ in range(given.rounds):
         for each in (single, way):
             each.round(given.steps, timed=True)

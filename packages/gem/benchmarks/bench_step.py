@@ -8,8 +8,10 @@
         --also "h200 train.compile=inductor" h200-long
 
 ``--each`` measures several plans in one process, a row each. With ``--alone`` every rank also takes
-the steps of one GPU on its own card, all at the same time, behind the first plan, when cards are
-warm: what several GPUs lose is then told from what these very cards lose to their power and heat.
+the steps of one GPU on its own card, all at the same time, behind the first plan of a recipe, when
+cards are warm: what several GPUs lose is then told from what these very cards lose to their power
+and heat, section by section (``alone_step_ms``, ``alone_mfu``, ``alone_sections_ms`` of each row,
+rank after rank).
 ``--also`` measures other recipes, or the same with other settings, in the same process, a row each.
 What is measured, and how, is said in `gem.bench.measure`. A row goes to
 ``results/<device>/step.jsonl``.
@@ -20,16 +22,20 @@ import gc
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from gem.bench.asked import Asked
 from gem.bench.command import asked_for
-from gem.bench.measure import Asked, measure
+from gem.bench.measure import measure
 from gem.bench.picture import picture
 from gem.bench.rows import row_of, write_row
 from gem.data.batch import ExampleBatch
+from gem.train.clock import SECTIONS
 from gem.train.step import TrainStep
 from gem_parallel.collectives import all_gather_rows, barrier
 from gem_parallel.launch import World, process_group
@@ -40,31 +46,44 @@ BEGAN = time.perf_counter()
 
 def main() -> None:
     """Measure, print, write."""
-    given = _arguments()
+    given = arguments()
+    with process_group(given.device) as world:
+        run(given, world)
+
+
+def run(given: argparse.Namespace, world: World) -> None:
+    """Measure all that was asked for, a row each.
+
+    Args:
+        given: from `arguments`.
+        world: the ranks; all have to call this.
+    """
 
     def look(step: TrainStep, batches: Sequence[ExampleBatch]) -> None:
         if given.kernels and step.world.size == 1:
             _show_kernels(step, batches, given.kernels)
 
-    with process_group(given.device) as world:
-        beside: dict[str, list[float]] = {}
-        for place, asked in enumerate(_all_asked(given)):
-            report = measure(asked, world, told=_stage, look=look)
-            if given.alone and place == 0:
-                _let_go(world)
-                beside = _alone(given, world)
-            if world.is_first:
-                for key, value in {**row_of(report), **beside}.items():
-                    if key != "profile":
-                        _say(f"{key}: {value}")
-                if place == 0 and given.svg is not None:
-                    given.svg.write_text(picture(report), encoding="utf-8")
-                if place == 0 and given.json is not None:
-                    given.json.write_text(report.model_dump_json(indent=2) + "\n", encoding="utf-8")
-                if not given.dry:
-                    write_row(given.out, report, beside=beside)
-            del report
+    # Recipe and settings -> what one GPU takes.
+    singles: dict[tuple[str, tuple[str, ...]], dict[str, Any]] = {}
+    for place, asked in enumerate(_all_asked(given)):
+        report = measure(asked, world, told=_stage, look=look)
+        of_recipe = asked.recipe, asked.settings
+        if given.alone and of_recipe not in singles:
             _let_go(world)
+            singles[of_recipe] = _alone(asked, world)
+        beside = singles.get(of_recipe, {})
+        if world.is_first:
+            for key, value in {**row_of(report), **beside}.items():
+                if key != "profile":
+                    _say(f"{key}: {value}")
+            if place == 0 and given.svg is not None:
+                given.svg.write_text(picture(report), encoding="utf-8")
+            if place == 0 and given.json is not None:
+                given.json.write_text(report.model_dump_json(indent=2) + "\n", encoding="utf-8")
+            if not given.dry:
+                write_row(given.out, report, beside=beside)
+        del report
+        _let_go(world)
 
 
 def _all_asked(given: argparse.Namespace) -> Iterator[Asked]:
@@ -95,14 +114,24 @@ def _asked(
     )
 
 
-def _alone(given: argparse.Namespace, world: World) -> dict[str, list[float]]:
-    """Median step and MFU of each rank's card, without the other ranks."""
-    report = measure(_asked(given, ()), World(device=world.device))
-    own = torch.tensor([report.step_ms, report.efficiency.e2e_mfu or 0.0], dtype=torch.float64)
-    all_RK = all_gather_rows(own[None].to(world.device), world)
+def _alone(asked: Asked, world: World) -> dict[str, Any]:
+    """Median step, MFU and sections of each rank's card, without the other ranks."""
+    # The profile of a row is that of its plan.
+    one = replace(asked, plan=(), profiled=0)
+    report = measure(one, World(device=world.device))
+    sections = [report.sections_ms.get(name, 0.0) for name in SECTIONS]
+    figures = [report.step_ms, report.efficiency.e2e_mfu or 0.0, *sections]
+    own = torch.tensor(figures, dtype=torch.float64)
+    step_R, mfu_R, *sections_SR = all_gather_rows(own[None].to(world.device), world).T.tolist()
     del report
     _let_go(world)
-    return {"alone_step_ms": all_RK[:, 0].tolist(), "alone_mfu": all_RK[:, 1].tolist()}
+    return {
+        "alone_step_ms": step_R,
+        "alone_mfu": mfu_R,
+        "alone_sections_ms": {
+            name: ms_R for name, ms_R in zip(SECTIONS, sections_SR, strict=True) if any(ms_R)
+        },
+    }
 
 
 def _let_go(world: World) -> None:
@@ -113,7 +142,15 @@ def _let_go(world: World) -> None:
     barrier(world)
 
 
-def _arguments() -> argparse.Namespace:
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line.
+
+    Args:
+        words: to read in its place; None for that of the process.
+
+    Returns:
+        what was given.
+    """
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--recipe", default="h200")
     parser.add_argument("--set", action="append", default=[], help="a.b=value, as in gem train")
@@ -140,7 +177,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--dry", action="store_true", help="write no row")
     parser.add_argument("--json", type=Path, default=None, help="document of the first to write")
     parser.add_argument("--svg", type=Path, default=None, help="picture of the first to write")
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
 def _show_kernels(step: TrainStep, batches: Sequence[ExampleBatch], most: int) -> None:

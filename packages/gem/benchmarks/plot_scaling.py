@@ -3,8 +3,9 @@
     python packages/gem/benchmarks/plot_scaling.py
 
 in the repository's root writes the rates that ship with `gem plan`, and the tables and the picture
-of docs/scaling.md. Rates are fitted to the row of h200 on one GPU, to collectives.jsonl and to the
-rows of attention, all under results; every other row of step.jsonl is a check. Four ways to hold
+of docs/scaling.md. Rates are fitted to a step of h200 on one GPU and one of copies on two, to
+collectives.jsonl and to the rows of attention, all under results; every other row of step.jsonl is
+a check. Four ways to hold
 tables are forecast. 1D: one sharding group of all ranks. 2D: eight copies of every shard, on the
 GPUs of a host. Fully sharded 2D: the same, each copy keeping an eighth between steps. 2D with far
 copies: each of the eight copies of the tables on neighbouring hosts. The dense part takes its best
@@ -14,11 +15,19 @@ plan each time. Needs no GPU and no torch.
 import argparse
 import contextlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from forecast_rows import SHIPPED, fit, measured, rates_table, shipped, ways_table
+from forecast_rows import (
+    SHIPPED,
+    fit,
+    measured,
+    rates_table,
+    shipped,
+    split_table,
+    ways_table,
+)
 
 from gem.config import RunConfig, load_recipe
 from gem.planning.chosen import plan_of_recipe
@@ -29,7 +38,7 @@ from gem.report.svg import HALF, Axis, Plot
 from gem_opkit.errors import ConfigError
 from gem_parallel.contract import DENSE_AXES, SPARSE_AXES, ParallelPlan
 from gem_parallel.planning.forecast import Forecast
-from gem_parallel.planning.planner import search
+from gem_parallel.planning.planner import Search, search
 from gem_parallel.planning.rates import Rates
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -62,6 +71,8 @@ CHOICES = {
 }
 # From this one on copies lie far apart.
 FAR = "each copy of the tables on neighbouring hosts"
+# Milliseconds by which a millisecond of a hidden collective between hosts might slow a step.
+BETWEEN_HOSTS = (0.1, 0.3, 0.6)
 # The last one rounds what many ranks add up, which no training has been measured with.
 PROVEN = tuple(CHOICES)[:-1]
 ALL_CHOICES = tuple(setting for name in PROVEN for setting in CHOICES[name])
@@ -110,8 +121,10 @@ def main() -> None:
     PICTURE.write_text(picture(points), encoding="utf-8")
     write_table("rates", rates_table(fitted))
     write_table("measured", measured(given.results, fitted))
+    write_table("split", split_table(given.results))
     write_table("ways", ways_table(given.results))
     write_table("choices", *choices(given.recipe, fitted.rates))
+    write_table("contention", contentions(given.recipe, fitted.rates))
     write_table("scaling", table(points))
 
 
@@ -124,7 +137,9 @@ def write_table(name: str, *tables: Sequence[str]) -> None:
     """
     lines = [line for table in tables for line in ("", *table)][1:]
     begin, end = f"<!-- table {name} -->\n", "<!-- end -->"
-    head, _, rest = PAGE.read_text(encoding="utf-8").partition(begin)
+    head, found, rest = PAGE.read_text(encoding="utf-8").partition(begin)
+    if not found:
+        raise SystemExit(f"{PAGE} must have the line {begin.strip()}")
     _, _, tail = rest.partition(end)
     PAGE.write_text(head + begin + "\n".join(lines) + f"\n{end}{tail}", encoding="utf-8")
 
@@ -182,6 +197,65 @@ def forecasts(recipe: str, times: int, gpus: int, rates: Rates) -> list[Point]:
     return points
 
 
+def best_of(
+    recipe: str,
+    settings: Sequence[str],
+    rates: Rates,
+    gpus: int,
+    fixed: Mapping[str, int | bool | str],
+) -> Search:
+    """The best plan of a recipe.
+
+    Args:
+        recipe: its name.
+        settings: what it chooses beside its plan.
+        rates: of the forecast.
+        gpus: ranks.
+        fixed: what every plan must have.
+
+    Returns:
+        a search for one plan.
+    """
+    config = recipe_of(recipe, 1, settings)
+    return search(
+        work_of(config),
+        default_topology(gpus),
+        tables=tables_of(config).step,
+        rates=rates,
+        fixed=fixed,
+        like=plan_of_recipe(config),
+        most=1,
+    )
+
+
+def contentions(recipe: str, rates: Rates, gpus: int = GPUS[-1]) -> list[str]:
+    """Lines of the table of what contention between hosts, which nobody has measured, decides.
+
+    Args:
+        recipe: its name.
+        rates: of the forecast.
+        gpus: ranks.
+
+    Returns:
+        Markdown.
+    """
+    every = tuple(setting for chosen in CHOICES.values() for setting in chosen)
+    lines = [
+        "| contention between hosts | all but sums in bf16: step ms, weak scaling | all |",
+        "| ---: | --- | --- |",
+    ]
+    for value in (*BETWEEN_HOSTS, None):
+        own = rates.model_copy(update={"adapter_contention": value})
+        cells: list[str] = []
+        for settings in (ALL_CHOICES, every):
+            found = best_of(recipe, settings, own, gpus, FIXED[WAYS[3]])
+            best = found.best[0].forecast
+            cells.append(f"{best.step_ms:.1f}, {found.weak_scaling(best):.3f}")
+        told = f"{rates.contention:.2f}, as inside one" if value is None else f"{value:.2f}"
+        lines.append(f"| {told} | {' | '.join(cells)} |")
+    return lines
+
+
 def choices(recipe: str, rates: Rates, gpus: int = GPUS[-1]) -> tuple[list[str], list[str]]:
     """Lines of the tables of what a recipe may choose, and of where the step goes.
 
@@ -204,16 +278,7 @@ def choices(recipe: str, rates: Rates, gpus: int = GPUS[-1]) -> tuple[list[str],
     for name, chosen in CHOICES.items():
         settings += chosen
         fixed = FIXED[WAYS[3]] if name == FAR else fixed
-        config = recipe_of(recipe, 1, settings)
-        result = search(
-            work_of(config),
-            default_topology(gpus),
-            tables=tables_of(config).step,
-            rates=rates,
-            fixed=fixed,
-            like=plan_of_recipe(config),
-            most=1,
-        )
+        result = best_of(recipe, settings, rates, gpus, fixed)
         best, one = result.best[0].forecast, result.single
         found.append((name, best.plan, best))
         axes = ", ".join(

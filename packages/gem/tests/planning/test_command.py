@@ -9,9 +9,12 @@ import pytest
 
 from gem.config import load_recipe
 from gem.planning.answer import as_json, as_text
-from gem.planning.command import Asked, plan_recipe
-from gem.planning.rates import DEFAULT, calibrated, read_rows
+from gem.planning.command import Asked, default_topology, plan_recipe
+from gem.planning.measured_rows import alone, forecast_of, read_rows
+from gem.planning.rates import DEFAULT, calibrated
+from gem.planning.tables import tables_of
 from gem_opkit.errors import ConfigError, DataError
+from gem_parallel.contract import ParallelPlan
 from gem_parallel.topology import preset
 
 
@@ -114,14 +117,49 @@ def test_keys_that_no_forecast_counts_are_named_and_their_plans_left_out():
     assert any(ranked.forecast.plan.expert > 1 for ranked in plain.search.best)
     for settings, keys, whole in (
         (("memory.budget_gib=10",), "memory.budget_gib", ("expert",)),
-        (("parallel.overlap_sides=true",), "parallel.overlap_sides", ("shard",)),
+        (("parallel.overlap_sides=true",), None, ("shard",)),
     ):
         planned = plan_recipe(Asked("h200", gpus=4, settings=settings))
-        assert f"not counted: {keys}\n" in as_text(planned)
+        told = "not counted" if keys is None else f"not counted: {keys}\n"
+        assert (told in as_text(planned)) == (keys is not None)
         plans = [ranked.forecast.plan for ranked in planned.search.best]
         assert all(getattr(plan, axis) == 1 for plan in plans for axis in whole)
         with pytest.raises(ConfigError, match=f"leave {whole[0]} at 1"):
             plan_recipe(Asked("h200", gpus=4, settings=settings, axes=(f"{whole[0]}=2",)))
+
+
+def test_exchanges_of_experts_are_hidden_by_their_streams_in_transformer_layers():
+    axes = ("expert=2", "table_shard=2")
+    found = [
+        plan_recipe(Asked("h200", 2, settings=(f"parallel.overlap_sides={value}",), axes=axes))
+        for value in ("false", "true")
+    ]
+    plain, beside = (each.search.best[0].forecast.parts_ms for each in found)
+    # Two of the four layers are transformer layers, whose experts exchange as much as the others.
+    assert beside["exposed dense"] == pytest.approx(plain["exposed dense"] / 2, rel=0.2)
+    assert beside["compute"] == pytest.approx(plain["compute"])
+    sides = {unit.name: unit.beside for unit in found[1].work.units if unit.beside}
+    assert sides == {"layers.0.experts": "layers.0", "layers.2.experts": "layers.2"}
+    assert not any(unit.beside for unit in found[0].work.units)
+
+
+def test_vectors_travel_beside_the_optimizer_where_the_trainer_sends_them_there():
+    def beside(*settings, fully=False):
+        config = load_recipe("h200", settings)
+        plan = ParallelPlan(
+            replicate=4, table_shard=2, table_replicate=2, fully_sharded_tables=fully
+        )
+        step = tables_of(config).step(plan, default_topology(4))
+        return {each.what: each.beside for each in step.traffic}
+
+    ahead = {"counts": "model", "ids": "optimizer", "vectors": "optimizer", "gradients": "norms"}
+    mean = {"average weights and optimizer rows": "nothing"}
+    assert beside() == {**ahead, **mean}
+    # In parts, the next batch is not known; of fully sharded tables no row is whole by then.
+    parts = beside("train.accumulation_parts=2")
+    assert parts == {**dict.fromkeys(ahead, "nothing"), "gradients": "norms", **mean}
+    sliced = beside(fully=True)
+    assert (sliced["counts"], sliced["ids"], sliced["vectors"]) == ("model", "nothing", "nothing")
 
 
 def test_far_copies_are_asked_for_and_told():
@@ -255,6 +293,43 @@ def test_calibration_explains_the_step_that_it_was_made_from(tmp_path):
     assert parts["tables"] == pytest.approx(8.0)
     assert parts["optimizer"] == pytest.approx(30.0)
     assert "step of h200" in found.sources[-1]
+
+
+def of_two(**given):
+    """A step of copies on two GPUs, which tells what each takes by itself, too."""
+    one = step_row()["sections_ms"]
+    return step_row(tables=9.0) | {
+        "case": "h200, 2 ranks, replicate=2 table_shard=2, 1024 a rank",
+        "gpus": 2,
+        "plan": "replicate=2 table_shard=2",
+        "step_ms": 430.0,
+        "alone_step_ms": [397.0, 399.0],
+        "alone_mfu": [0.1, 0.1],
+        # The mean of the cards is that of a row of one.
+        "alone_sections_ms": {name: [ms - 1.0, ms + 1.0] for name, ms in one.items()},
+        **given,
+    }
+
+
+def test_a_step_of_copies_tells_contention_and_what_an_engine_takes(tmp_path):
+    row, file = of_two(), tmp_path / "step.jsonl"
+    file.write_text(json.dumps(row) + "\n", encoding="utf-8")
+    found = calibrated(read_rows(file), preset("h200x2"))
+    forecasts = forecast_of(row, found.topology, found.rates)
+    assert forecasts.step_ms == pytest.approx(430.0)
+    tables = forecasts.parts_ms["tables"] + forecasts.parts_ms["exposed tables"]
+    assert tables == pytest.approx(9.0)
+    assert found.rates.contention > 0
+    # One GPU by itself, of the same row.
+    alone_ms = forecast_of(alone(row), found.topology, found.rates).step_ms
+    assert alone_ms == pytest.approx(120.0 + 240.0 + 8.0 + 30.0)
+    # Where the step is shorter than without any contention, there is none.
+    fast = calibrated([of_two(step_ms=300.0)], preset("h200x2"))
+    assert fast.rates.contention == 0
+    # Steps of other recipes, settings or plans tell nothing of it.
+    for other in ({"case": "h200-long, 2 ranks"}, {"set": ["seed=2"]}, {"plan": "shard=2"}):
+        same = calibrated([step_row(), of_two(**other)], preset("h200x2"))
+        assert same.rates.contention == DEFAULT.contention
 
 
 def test_calibration_finds_the_links_that_rows_were_made_with():

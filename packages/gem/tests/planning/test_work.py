@@ -63,7 +63,17 @@ OTHERS = (
     ),
     ("model.experts.count=3", 'model.experts.kinds=["dot", "wukong", "attention"]'),
 )
-EVERY = (*VARIANTS, *OTHERS)
+# Models of users: their layers read nothing of the candidate, their heads do.
+_FOR_USERS = ("model.stream.target_tokens=0", 'model.experts.partition="all"')
+OF_USERS = (
+    ("model.user_model={}", *_FOR_USERS),
+    (
+        "model.user_model={ width = 16, candidate_hidden = 24, time_gap_knots = 5 }",
+        "model.heads.trunk_widths=[]",
+        *_FOR_USERS,
+    ),
+)
+EVERY = (*VARIANTS, *OTHERS, *OF_USERS)
 
 
 def named(settings):
@@ -92,10 +102,12 @@ def shipped_models():
     """Every shipped recipe of the hybrid model's kind, and every preset, on generated data."""
     for name in shipped_recipes():
         model = load_recipe(name).model
-        if isinstance(model, GemSpec) and model.user_model is None:
+        if isinstance(model, GemSpec):
             heads = model.heads.model_copy(update={"base_rates": {}, "task_weights": {}})
             # What names the inputs of a data set stays with that data set.
             apart = {"streams": {}, "leave_out": (), "heads": heads}
+            if model.user_model is not None:
+                apart["user_model"] = model.user_model.model_copy(update={"next_event_task": None})
             yield pytest.param(model.model_copy(update=apart), id=name)
     for name in shipped_presets():
         model = load_recipe("synthetic-debug", [f"model.preset={name}"]).model
@@ -105,7 +117,6 @@ def shipped_models():
 @pytest.mark.parametrize(
     ("texts", "said"),
     [
-        (["model.user_model={}", "model.stream.target_tokens=0"], "model.user_model"),
         (["model.distillation={}"], "model.distillation"),
         (["data.teacher.folder=x"], "data.teacher"),
         (["data.user_embeddings.up.folder=x"], "data.user_embeddings"),
@@ -166,20 +177,28 @@ def test_kept_bytes_are_what_autograd_saves(precision, allowed):
     assert counted == pytest.approx(real, rel=allowed)
 
 
-@pytest.mark.parametrize("settings", OTHERS, ids=named)
+@pytest.mark.parametrize("settings", [*OTHERS, *OF_USERS], ids=named)
 @pytest.mark.parametrize("most", [4, 300])  # mostly of examples, mostly of events
 def test_kept_bytes_of_other_models_are_what_autograd_saves(settings, most):
     counted, real = kept_bytes('precision.default="bf16_autocast"', *settings, most=most)
     assert counted == pytest.approx(real, rel=0.04)
 
 
-def kept_bytes(*settings, most):
+def test_kept_bytes_of_all_pairs_of_users_and_items_are_what_autograd_saves():
+    # Of 512 examples the pairs are a third of what the heads keep.
+    half = 'precision.default="bf16_autocast"'
+    counted, real = kept_bytes(half, *OF_USERS[0], most=4, examples=512)
+    assert counted == pytest.approx(real, rel=0.02)
+
+
+def kept_bytes(*settings, most, examples=8):
     """Bytes that are kept, counted and saved by autograd, without copies of weights."""
-    config = small(*settings, f"data.synthetic.max_backlog_events={most}")
+    sizes = (f"data.synthetic.max_backlog_events={most}", f"train.batch_examples={examples}")
+    config = small(*settings, *sizes)
     schema = declared_schema(config)
     work = work_of(config, schema)
     model = build_model(config.model, schema)
-    lengths = {"impressions": LengthLaw(1, most).quantiles(8)}
+    lengths = {"impressions": LengthLaw(1, most).quantiles(examples)}
     batch = random_batch(schema, lengths, torch.Generator().manual_seed(0))
     half = config.precision.default != "fp32"
     autocast = torch.autocast("cpu", dtype=torch.bfloat16) if half else contextlib.nullcontext()
@@ -188,7 +207,7 @@ def kept_bytes(*settings, most):
     copies = 2 * sum(p.elements for p in work.parameters()) if half else 0
     # Autocast widens a softmax to fp32 on a GPU alone.
     among = [m for m in model.modules() if half and isinstance(m, AttentionExpert)]
-    wide = sum(4 * 8 * m.heads * m.compress.weight.shape[1] ** 2 for m in among)
+    wide = sum(4 * examples * m.heads * m.compress.weight.shape[1] ** 2 for m in among)
     return counted - wide, real - copies
 
 

@@ -19,7 +19,7 @@ from gem_parallel.planning.planner import dense_plans, divisors, search, table_p
 from gem_parallel.planning.rates import PassShare
 from gem_parallel.planning.timeline import Queues, Segment, Transfer, end, run
 from gem_parallel.planning.traffic import dense_traffic
-from gem_parallel.planning.work import Operator, TableStep, TableTraffic, Unit, Work
+from gem_parallel.planning.work import Expert, Operator, TableStep, TableTraffic, Unit, Work
 from gem_parallel.topology import PRESETS
 
 WEIGHT, BIAS = 10**6, 10
@@ -183,7 +183,7 @@ def test_tables_are_added_with_their_exchange():
         local_ms=2.0,
         traffic=(
             TableTraffic("vectors", "table_shard", "all_to_all", 4e6),
-            TableTraffic("ids", "table_shard", "all_to_all", 4e6, hidden=True),
+            TableTraffic("ids", "table_shard", "all_to_all", 4e6, beside="model"),
             TableTraffic("weights", "table_shard", "all_gather", 1.0, ms=5.0),
         ),
     )
@@ -194,6 +194,89 @@ def test_tables_are_added_with_their_exchange():
     assert found.parts_ms["weight copies"] == pytest.approx(2 * 3 * 2 * 4 * WEIGHT / 1e6)
     # Three quarters of 4 MB at 10 GB/s; what is hidden counts nothing.
     assert found.parts_ms["exposed tables"] == pytest.approx(0.3 + 5.0)
+
+
+def test_tables_travel_beside_the_optimizer_and_the_norms():
+    def step(*, vectors_ms, gradients_ms):
+        return TableStep(
+            traffic=(
+                TableTraffic("ids", "table_shard", "all_to_all", 1, ms=1.0, beside="optimizer"),
+                TableTraffic(
+                    "vectors", "table_shard", "all_to_all", 1, ms=vectors_ms, beside="optimizer"
+                ),
+                TableTraffic(
+                    "gradients", "table_shard", "all_to_all", 1, ms=gradients_ms, beside="norms"
+                ),
+            )
+        )
+
+    plan, topology = ParallelPlan.data_parallel(2), machines(ranks_per_host=2)
+    plan = plan.model_copy(update={"table_shard": 2, "table_replicate": 1})
+    # Two million elements of 4 bytes at 1 GB/s: the norm reads them once, the optimizer takes seven
+    # passes. Ids and vectors go one after the other beside these.
+    norms, adam = (passes * 4 * 2 * (WEIGHT + BIAS) / 1e6 for passes in (1, 7))
+    rates = RATES.model_copy(update={"contention": 0.5, "adapter_contention": 7.0})
+    dense = forecast(work(), plan, topology, rates=rates).parts_ms
+    for vectors_ms, gradients_ms in ((adam - 1, norms), (adam + 2, norms + 3), (0.0, 0.0)):
+        tables = step(vectors_ms=vectors_ms, gradients_ms=gradients_ms)
+        found = forecast(work(), plan, topology, tables=tables, rates=rates)
+        over = max(0.0, vectors_ms + 1 - adam) + max(0.0, gradients_ms - norms)
+        assert found.parts_ms["exposed tables"] == pytest.approx(over)
+        hidden = 1 + vectors_ms + gradients_ms - over
+        contention = found.parts_ms["contention"] - dense["contention"]
+        assert contention == pytest.approx(0.5 * hidden)
+        # The bytes are told all the same.
+        assert len([each for each in found.exchanged if each.part == "tables"]) == 3
+
+
+def test_collectives_between_hosts_slow_compute_by_their_own_rate():
+    plan = ParallelPlan.data_parallel(2)
+    for far, topology, slowed in (
+        (0.25, machines(1, 2), 0.5),
+        (0.25, machines(2, 1, 2), 0.25),
+        (None, machines(2, 1, 2), 0.5),
+    ):
+        rates = RATES.model_copy(update={"contention": 0.5, "adapter_contention": far})
+        found = forecast(work(flops=10**11), plan, topology, rates=rates)
+        alone = sum(each.ms for each in found.exchanged)
+        hidden = alone - found.parts_ms["exposed dense"]
+        assert hidden > 0
+        assert found.parts_ms["contention"] == pytest.approx(slowed * hidden)
+
+
+def test_experts_beside_their_streams_exchange_meanwhile():
+    plan, topology = ParallelPlan(expert=2, table_shard=2), machines(ranks_per_host=2)
+
+    def parts(flops, input_bytes, beside):
+        """A layer of ``flops`` forward and twice that backward, and its experts, of one matrix."""
+        operators = (Operator("matmul", Cost(flops, 0), Cost(2 * flops, 0)),)
+        experts = tuple(
+            Expert(parameters=(), operators=operators, kept_bytes=0, input_bytes=input_bytes)
+            for _ in range(2)
+        )
+        layer = Unit(name="layer", parameters=(), operators=operators)
+        mixture = Unit(
+            name="experts",
+            parameters=(),
+            operators=(),
+            experts=experts,
+            output_bytes=0,
+            beside=beside,
+        )
+        model = Work("one layer", (layer, mixture), 4, 4.0)
+        return forecast(model, plan, topology, rates=RATES).parts_ms
+
+    # Inputs of two experts, half of them for the other rank, at 10 GB/s: 1 ms forward, and the
+    # gradients likewise backward. Nothing else travels.
+    bytes_ = 10**7
+    for flops, exposed in ((10**10, 0.0), (10**8, 0.9 + 0.8)):
+        behind, beside = (parts(flops, bytes_, name) for name in (None, "layer"))
+        assert behind["exposed dense"] == pytest.approx(2.0)
+        # All of it within 10 and 20 ms of streams; 0.1 and 0.2 of it within those of small ones.
+        assert beside["exposed dense"] == pytest.approx(exposed)
+        assert beside["compute"] == pytest.approx(behind["compute"])
+    # A name of no unit before it changes nothing.
+    assert parts(10**10, bytes_, "another") == parts(10**10, bytes_, None)
 
 
 def test_gathers_in_bf16_move_half_and_leave_nothing_to_cast():

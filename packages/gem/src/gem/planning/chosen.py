@@ -53,7 +53,6 @@ def not_counted(config: RunConfig) -> tuple[str, ...]:
         "precision.gather_in_8_bits": precision.gather_in_8_bits,
         "train.compile": config.train.compile != "off",
         "parallel.gathers": own is not None and own.gathers != "nccl",
-        "parallel.overlap_sides": own is not None and own.overlap_sides,
     }
     return tuple(key for key, differs in set_.items() if differs)
 

@@ -10,7 +10,8 @@ from typing import get_args
 from gem.config import RunConfig, load_recipe
 from gem.planning.chosen import names_a_plan, plan_of_recipe, with_whole_axes
 from gem.planning.lengths import LengthLaw
-from gem.planning.rates import DEFAULT, Calibrated, calibrated, read_rows
+from gem.planning.measured_rows import read_rows
+from gem.planning.rates import DEFAULT, Calibrated, calibrated
 from gem.planning.tables import TablesOf, tables_of
 from gem.planning.work import work_of
 from gem.train.balance_check import check_balance

@@ -25,7 +25,16 @@ from gem_parallel.planning.work import Parameter
 Parameters = tuple[Parameter, ...]
 
 
-def _mlp(name: str, widths: Sequence[int]) -> Parameters:
+def mlp_parameters(name: str, widths: Sequence[int]) -> Parameters:
+    """Weights of an MLP.
+
+    Args:
+        name: of the module.
+        widths: sizes of the input and of each layer.
+
+    Returns:
+        names and shapes, as the module has them.
+    """
     return tuple(
         Parameter(f"{name}.projections.{i}.weight", widths[i + 1], widths[i])
         for i in range(len(widths) - 1)
@@ -80,7 +89,7 @@ def event_parameters(spec: GemSpec, stream: StreamInput) -> Parameters:
     own, inputs = spec.stream_spec(stream.name), event_inputs(spec, stream)
     name = f"events.{module_key(stream.name)}.mix"
     if own.token_hidden:
-        return _mlp(name, (inputs, own.token_hidden, own.width))
+        return mlp_parameters(name, (inputs, own.token_hidden, own.width))
     return (Parameter(f"{name}.weight", own.width, inputs),)
 
 
@@ -104,7 +113,7 @@ def _interaction(name: str, spec: GemSpec, own: StreamSpec) -> Parameters:
             found.append(Parameter(f"{name}.pool.spread.weight", rows, width))
     elif own.summary_tokens and own.pooling == "pma":
         pooling(f"{name}.pool.pool", own.summary_tokens)
-        found += _mlp(f"{name}.pool.mlp", (width, width, width))
+        found += mlp_parameters(f"{name}.pool.mlp", (width, width, width))
     elif own.summary_tokens:
         pooling(f"{name}.pool.pool", own.seeds)
         at = f"{name}.pool.compress"
@@ -114,7 +123,7 @@ def _interaction(name: str, spec: GemSpec, own: StreamSpec) -> Parameters:
         rows = own.target_tokens * width
         found.append(Parameter(f"{name}.make_query.weight", rows, spec.width))
         if own.target_attention == "din":
-            found += _mlp(f"{name}.target_pool.mlp", (4 * width, own.target_hidden, 1))
+            found += mlp_parameters(f"{name}.target_pool.mlp", (4 * width, own.target_hidden, 1))
         else:
             pooling(f"{name}.target_pool", 0)
     if width != spec.width:
@@ -131,7 +140,7 @@ def _transformer(name: str, spec: GemSpec, own: StreamSpec, *, gated: bool) -> P
     if gated:
         found.append(Parameter(f"{name}.gate.weight", width, spec.summary_tokens * spec.width))
     if own.ffn_hidden:
-        found += _mlp(f"{name}.ffn", (width, own.ffn_hidden, width))
+        found += mlp_parameters(f"{name}.ffn", (width, own.ffn_hidden, width))
     return tuple(found)
 
 
@@ -162,7 +171,7 @@ def layer_parameters(spec: GemSpec, schema: BatchSchema, index: int) -> Paramete
     if reads_summary(spec, streams, index):
         at = f"{name}.summary"
         found.append(Parameter(f"{at}.compress.weight", spec.summary_tokens, tokens))
-        found += _mlp(f"{at}.mlp", (spec.width, spec.summary_hidden, spec.width))
+        found += mlp_parameters(f"{at}.mlp", (spec.width, spec.summary_hidden, spec.width))
     for stream in streams:
         if takes_part(spec, stream.name, index):
             at = f"{name}.streams.{module_key(stream.name)}"
@@ -222,9 +231,9 @@ def expert_parameters(
     """
     flat, outputs = tokens * width, spec.tokens * width
     if kind == "mlp":
-        return _mlp(f"{name}.mlp", (flat, *spec.mlp_widths, outputs))
+        return mlp_parameters(f"{name}.mlp", (flat, *spec.mlp_widths, outputs))
     if kind == "dot":
-        return _mlp(f"{name}.mlp", (pair_count(tokens), *spec.mlp_widths, outputs))
+        return mlp_parameters(f"{name}.mlp", (pair_count(tokens), *spec.mlp_widths, outputs))
     compress = Parameter(f"{name}.compress.weight", spec.tokens, tokens)
     if kind == "cross":
         layers = range(spec.cross_layers)
@@ -240,12 +249,12 @@ def expert_parameters(
         widths = (rank * width, *spec.mlp_widths[:1], tokens * rank)
         found = (
             Parameter(f"{at}.compress.weight", rank, tokens),
-            *_mlp(f"{at}.mlp", widths),
+            *mlp_parameters(f"{at}.mlp", widths),
         )
     widths = (tokens * rank, *spec.mlp_widths, spec.fm_tokens * width)
     return (
         *found,
-        *_mlp(f"{name}.factorise.mlp", widths),
+        *mlp_parameters(f"{name}.factorise.mlp", widths),
         Parameter(f"{name}.compress.weight", spec.linear_tokens, tokens),
     )
 
@@ -264,11 +273,11 @@ def head_parameters(spec: GemSpec, schema: BatchSchema) -> Parameters:
     width = head_width(spec, schema, streams_read(spec, schema))
     found: list[Parameter] = []
     if heads.trunk_widths:
-        found += _mlp("heads.trunk.0", (width, *heads.trunk_widths))
+        found += mlp_parameters("heads.trunk.0", (width, *heads.trunk_widths))
         width = heads.trunk_widths[-1]
     if heads.task_widths:
         for task in range(tasks):
-            found += _mlp(f"heads.towers.{task}.0", (width, *heads.task_widths))
+            found += mlp_parameters(f"heads.towers.{task}.0", (width, *heads.task_widths))
         width = heads.task_widths[-1]
     domains = len(schema.domains) if heads.domain_outputs else 1
     found.append(Parameter("heads.weight", tasks, width * domains))

@@ -3,18 +3,18 @@
 The shares of the attention operators are those of their benchmarks' rows for 128-wide heads. The
 others are fitted, pass by pass, to a row of a whole step: what its forward and backward passes take
 beyond attention and copies of weights is shared out over products and elementwise work, so that
-both reach the same share of their roofline.
+both reach the same share of their roofline. A step of several GPUs whose dense weights are copies
+tells how much hidden collectives slow what they run beside, and what an engine's tables take.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 from gem.config import load_recipe
+from gem.planning.measured_rows import alone, forecast_of
 from gem.planning.tables import tables_of
 from gem.planning.work import work_of
 from gem_opkit.cost import Cost
@@ -60,55 +60,16 @@ class Calibrated:
     topology: Topology
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Read a results file.
-
-    Args:
-        path: one JSON object a line.
-
-    Returns:
-        its rows.
-
-    Raises:
-        ConfigError: no such file, or a line that is no JSON object.
-    """
-    if not path.is_file():
-        raise ConfigError(
-            refusal("gem plan", "--calibrate", must="be a file", got=path, fix="check the path")
-        )
-    rows: list[dict[str, Any]] = []
-    for number, line in enumerate(
-        path.read_text(encoding="utf-8", errors="replace").splitlines(), 1
-    ):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            row = None
-        if not isinstance(row, dict):
-            raise ConfigError(
-                refusal(
-                    "gem plan",
-                    "--calibrate",
-                    must="hold one JSON object a line",
-                    got=f"line {number} of {path}",
-                    fix="give a file that a benchmark of this project has written",
-                )
-            )
-        rows.append(row)
-    return rows
-
-
 def calibrated(
     rows: Sequence[Mapping[str, Any]], topology: Topology, rates: Rates = DEFAULT
 ) -> Calibrated:
     """Fit rates to measured rows.
 
     Args:
-        rows: of ``step.jsonl`` (the first one of one GPU counts) and of ``collectives.jsonl`` (all,
-            for the links inside a host), and beside these of attention (`ATTENTION_CASES`); other
-            rows are passed over.
+        rows: of ``step.jsonl`` (the first one of one GPU counts, or of several that tells the
+            sections of each by itself; and the first of one recipe with it whose dense weights are
+            copies on several) and of ``collectives.jsonl`` (all, for the links inside a host), and
+            beside these of attention (`ATTENTION_CASES`); other rows are passed over.
         topology: the machines, with an accelerator.
         rates: what stays where nothing was measured.
 
@@ -118,14 +79,14 @@ def calibrated(
     Raises:
         ConfigError: no row of either kind, or a row that no rate explains.
     """
-    steps = [row for row in rows if row.get("bench") == "step" and row.get("gpus") == 1]
+    steps = [row for row in rows if row.get("bench") == "step" and _has_one_gpu(row)]
     links = [row for row in rows if row.get("bench") == "collectives"]
     if not steps and not links:
         raise ConfigError(
             refusal(
                 "gem plan",
                 "--calibrate",
-                must="hold a row of bench_step on one GPU, or rows of collectives",
+                must="hold a row of bench_step on one GPU or with --alone, or rows of collectives",
                 got=", ".join(sorted({str(row.get("bench")) for row in rows})) or "no row",
                 fix="run packages/gem/benchmarks/bench_step.py, and give its file",
             )
@@ -135,7 +96,10 @@ def calibrated(
             rates, topology = _fitted_links(links, topology, rates)
         rates = _fitted_attention(rows, topology, rates)
         if steps:
-            rates = _fitted_step(steps[0], topology, rates)
+            first = alone(steps[0]) if "alone_sections_ms" in steps[0] else steps[0]
+            rates = _fitted_step(first, topology, rates)
+            if several := [row for row in rows if _is_of_copies(row, first)]:
+                rates = _fitted_copies(several[0], topology, rates)
         rates = Rates.model_validate(rates.model_dump())
     except GemError:
         raise
@@ -192,6 +156,40 @@ def _unfit(got: str) -> ConfigError:
             fix="run packages/parallel/benchmarks/collectives.py again, and give its file",
         )
     )
+
+
+def _has_one_gpu(row: Mapping[str, Any]) -> bool:
+    return row.get("gpus") == 1 or "alone_sections_ms" in row
+
+
+def _is_of_copies(row: Mapping[str, Any], first: Mapping[str, Any]) -> bool:
+    """Whether a row has dense weights whole and tables cut, and all in fp32, on several GPUs."""
+    if row.get("bench") != "step" or not isinstance(row.get("gpus"), int) or row["gpus"] < 2:
+        return False
+    plan = {f"replicate={row['gpus']}", f"table_shard={row['gpus']}"}
+    recipes = [str(each.get("case")).partition(",")[0] for each in (row, first)]
+    same = recipes[0] == recipes[1] and row.get("set") == first.get("set")
+    return same and set(str(row.get("plan")).split()) == plan
+
+
+def _fitted_copies(row: Mapping[str, Any], topology: Topology, rates: Rates) -> Rates:
+    """Fit an engine's tables and the contention inside a host to a step of several GPUs."""
+    plain = rates.model_copy(update={"engine_factor": 1.0, "contention": 0.0})
+    parts = forecast_of(row, topology, plain).parts_ms
+    tables_ms = row["sections_ms"]["tables"] - parts["exposed tables"]
+    if parts["tables"] > 0 and tables_ms > 0:
+        factor = tables_ms / parts["tables"]
+        rates = rates.model_copy(update={"engine_factor": factor})
+    steps_ms = [
+        forecast_of(row, topology, rates.model_copy(update={"contention": x})).step_ms
+        for x in (0.0, 1.0)
+    ]
+    hidden_ms = steps_ms[1] - steps_ms[0]
+    if hidden_ms > 0:
+        slowed = max(0.0, (row["step_ms"] - steps_ms[0]) / hidden_ms)
+        rates = rates.model_copy(update={"contention": slowed})
+    told = f"contention in a host, and an engine's tables: {row['case']}, {row.get('measured_at')}"
+    return rates.model_copy(update={"sources": (*rates.sources, told)})
 
 
 def _fitted_step(row: Mapping[str, Any], topology: Topology, rates: Rates) -> Rates:

@@ -26,23 +26,22 @@ from gem_embeddings.planning.step import Exchange, StepCost
 from gem_opkit.errors import ConfigError
 from gem_parallel.contract import ParallelPlan, TableCopies, Topology
 from gem_parallel.planning.forecast import accelerator_of
-from gem_parallel.planning.work import Collective, TableStep, TableTraffic
+from gem_parallel.planning.work import Collective, Hider, TableStep, TableTraffic
 
-# The words of `gem_embeddings.planning.step` for what travels, and the collective that carries it.
-_COLLECTIVES: tuple[tuple[str, str, Collective], ...] = (
-    ("counts", "table_shard", "all_to_all"),
-    ("ids", "table_shard", "all_to_all"),
-    ("vectors", "table_shard", "all_to_all"),
-    ("gradients", "table_shard", "all_to_all"),
-    ("square sums", "table_shard", "all_to_all"),
-    ("ids and gradients of replicated tables", "table_shard", "all_gather"),
-    ("gather weights to read", "table_replicate", "all_gather"),
-    ("gather weights and optimizer rows to update", "table_replicate", "all_gather"),
-    ("scatter their mean", "table_replicate", "reduce_scatter"),
-    ("average weights and optimizer rows", "table_replicate", "all_reduce"),
+# The words of `gem_embeddings.planning.step` for what travels, the collective that carries it, and
+# what it runs beside.
+_COLLECTIVES: tuple[tuple[str, str, Collective, Hider], ...] = (
+    ("counts", "table_shard", "all_to_all", "model"),
+    ("ids", "table_shard", "all_to_all", "optimizer"),
+    ("vectors", "table_shard", "all_to_all", "optimizer"),
+    ("gradients", "table_shard", "all_to_all", "norms"),
+    ("square sums", "table_shard", "all_to_all", "nothing"),
+    ("ids and gradients of replicated tables", "table_shard", "all_gather", "nothing"),
+    ("gather weights to read", "table_replicate", "all_gather", "nothing"),
+    ("gather weights and optimizer rows to update", "table_replicate", "all_gather", "nothing"),
+    ("scatter their mean", "table_replicate", "reduce_scatter", "nothing"),
+    ("average weights and optimizer rows", "table_replicate", "all_reduce", "nothing"),
 )
-
-
 # What merged gradients take the place of.
 _MEANS = ("average weights and optimizer rows", "scatter their mean")
 
@@ -65,6 +64,8 @@ class TablesOf:
             the gradients of rows.
         wire_dtype: format in which vectors and their gradients travel, where an engine holds them.
         in_engine: whether an engine holds tables that no plan cuts, too.
+        ahead: whether the next batch is known to the step, so that its ids and vectors travel
+            beside the dense optimizer; not where a batch is run in several parts.
     """
 
     specs: tuple[TableSpec, ...]
@@ -75,6 +76,7 @@ class TablesOf:
     replicas: Literal["weights", "gradients"] = "weights"
     wire_dtype: RowDtype = "fp32"
     in_engine: bool = False
+    ahead: bool = True
 
     def step(
         self, plan: ParallelPlan, topology: Topology, *, memory_gib: float | None = None
@@ -185,6 +187,7 @@ def tables_of(
         loads=tuple(loads),
         optimizer=config.train.tables,
         examples=config.train.batch_examples if examples is None else examples,
+        ahead=config.train.accumulation_parts == 1,
         **_exchanged(config),
     )
 
@@ -249,7 +252,11 @@ def _step(tables: TablesOf, axes: Axes, topology: Topology, memory_gib: float | 
     explanation = _explain(tables, axes, topology, memory_gib)
     step = explanation.solution.step
     kinds = [line.sharding for line in explanation.lines]
-    traffic = tuple(_traffic(each, replicate) for each in step.exchanges)
+    # Rows of fully sharded tables are whole in the passes alone, so that none are read ahead.
+    ahead = tables.ahead and not (axes[2] and replicate > 1)
+    traffic = tuple(
+        _traffic(each, replicate, ahead=ahead, told=tables.ahead) for each in step.exchanges
+    )
     local_ms = step.owner_ms + step.batch_ms
     if tables.replicas == "gradients" and replicate > 1:
         merged = _merged(tables, explanation)
@@ -281,9 +288,11 @@ def _update_ms(heard_bytes: float, topology: Topology) -> float:
     return 3 * heard_bytes / (rates.memory_gbytes_per_s * 1e6 * rates.update_frac)
 
 
-def _traffic(exchange: Exchange, replicate: int) -> TableTraffic:
-    for what, axis, collective in _COLLECTIVES:
+def _traffic(exchange: Exchange, replicate: int, *, ahead: bool, told: bool) -> TableTraffic:
+    for what, axis, collective, beside in _COLLECTIVES:
         if exchange.name == what:
+            if (beside == "optimizer" and not ahead) or (beside == "model" and not told):
+                beside = "nothing"
             given = exchange.rank_bytes
             if axis == "table_replicate":
                 # The planner counts what a ring sends; here it is what a rank gives.
@@ -291,7 +300,7 @@ def _traffic(exchange: Exchange, replicate: int) -> TableTraffic:
                 given *= replicate / (passes * (replicate - 1))
                 if collective == "all_gather":
                     given /= replicate
-            return TableTraffic(what, axis, collective, given, exchange.ms)
+            return TableTraffic(what, axis, collective, given, exchange.ms, beside)
     raise ConfigError(f"gem plan: the planner of tables names a collective {exchange.name!r}")
 
 

@@ -6,12 +6,20 @@ shapes, FLOPs and kept bytes to the real modules.
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from gem.config import RunConfig
 from gem.data.schema import BatchSchema
 from gem.model.flops import PassFlops, training_flops
 from gem.model.spec import GemSpec
-from gem.model.structure import head_width, module_key, reduce_schema, streams_read, takes_part
+from gem.model.structure import (
+    head_width,
+    module_key,
+    reduce_schema,
+    streams_read,
+    takes_part,
+    user_side,
+)
 from gem.planning.expert_operators import expert_flops, expert_passes, mixture_passes
 from gem.planning.lengths import LengthLaw, id_laws, length_laws
 from gem.planning.operators import (
@@ -41,6 +49,7 @@ from gem.planning.parameters import (
 )
 from gem.planning.schema import declared_schema
 from gem.planning.spread import slowest_of, spread_of
+from gem.planning.user_heads import user_head_parameters, user_head_passes
 from gem_opkit.errors import UnsupportedError, refusal
 from gem_parallel.planning.work import Expert, Operator, Parameter, Unit, Work
 
@@ -96,6 +105,8 @@ def work_of(
         spec, whole, examples=examples, lengths={n: s.lengths for n, s in sizes.items()}
     )
     units = _units(spec, schema, sizes, flops, examples, element)
+    if config.parallel is not None and config.parallel.overlap_sides:
+        units = _side_by_side(spec, units)
     tokens = sum(size.tokens for size in sizes.values())
     vectors = examples * len(schema.ids)
     event_ids = {s.name: len(s.ids) for s in schema.streams}
@@ -122,9 +133,8 @@ def work_of(
 
 
 def _refuse_transfer(config: RunConfig, spec: GemSpec) -> None:
-    """Refuse what other models give, or are given: it is trained, and not counted here."""
+    """Refuse what other models give: it is trained, and not counted here."""
     found = {
-        "model.user_model": spec.user_model,
         "model.distillation": spec.distillation,
         "data.user_embeddings": config.data.user_embeddings or None,
         "data.teacher": config.data.teacher,
@@ -181,11 +191,13 @@ def _units(
     examples: int,
     element: int,
 ) -> list[Unit]:
-    inputs = len(schema.ids) * spec.embeddings.embedding_dim + len(schema.numbers)
+    # What layers read: of a model of users, nothing of the candidate.
+    inner = schema if spec.user_model is None else user_side(schema)
+    inputs = len(inner.ids) * spec.embeddings.embedding_dim + len(inner.numbers)
     units = [
         _plain_unit(
             "features",
-            feature_parameters(spec, schema),
+            feature_parameters(spec, inner),
             flops["features"],
             examples,
             example_passes(inputs, (), examples, element),
@@ -199,17 +211,32 @@ def _units(
         parameters = event_parameters(spec, stream)
         units.append(_plain_unit(name, parameters, flops[name], tokens, passes, element))
     for index in range(len(spec.layers)):
-        units += _layer(spec, schema, sizes, flops, index, examples, element)
-    width = head_width(spec, schema, streams_read(spec, schema))
+        units += _layer(spec, inner, sizes, flops, index, examples, element)
+    width = head_width(spec, inner, streams_read(spec, inner))
+    if (own := spec.user_model) is not None:
+        parameters = user_head_parameters(spec, own, schema, width=width)
+        passes = user_head_passes(spec, own, schema, width=width, examples=examples, e=element)
+        units.append(_plain_unit("heads", parameters, flops["heads"], examples, passes, element))
+        return units
     hidden = (*spec.heads.trunk_widths, *spec.heads.task_widths * len(schema.labels))
     passes = example_passes(width, hidden, examples, element)
     parameters = head_parameters(spec, schema)
     units.append(_plain_unit("heads", parameters, flops["heads"], examples, passes, element))
     if parameters := shortcut_parameters(spec, schema):
         passes = example_passes(len(schema.numbers), (), examples, element)
-        own = flops["shortcut"]
-        units.append(_plain_unit("shortcut", parameters, own, examples, passes, element))
+        counted = flops["shortcut"]
+        units.append(_plain_unit("shortcut", parameters, counted, examples, passes, element))
     return units
+
+
+def _side_by_side(spec: GemSpec, units: Sequence[Unit]) -> list[Unit]:
+    """Experts of transformer layers beside the streams, of which they read nothing."""
+    beside = {
+        f"layers.{n}.experts": f"layers.{n}"
+        for n, kind in enumerate(spec.layers)
+        if kind == "transformer"
+    }
+    return [replace(unit, beside=beside.get(unit.name)) for unit in units]
 
 
 def _plain_unit(

@@ -142,8 +142,10 @@ def weights_ms(unit: Unit, work: Work, plan: ParallelPlan, device: Accelerator) 
     return [moved / (device.memory_gbytes_per_s * 1e6) for moved in (forward, backward)]
 
 
-def optimizer_ms(work: Work, plan: ParallelPlan, device: Accelerator, rates: Rates) -> float:
-    """Time of the dense optimizer and of what looks at all gradients before it.
+def optimizer_ms(
+    work: Work, plan: ParallelPlan, device: Accelerator, rates: Rates
+) -> tuple[float, float]:
+    """Time of what looks at all gradients, and of the dense optimizer behind it.
 
     Args:
         work: the model.
@@ -152,13 +154,15 @@ def optimizer_ms(work: Work, plan: ParallelPlan, device: Accelerator, rates: Rat
         rates: passes of the optimizer, and the share of the bandwidth that it reaches.
 
     Returns:
-        milliseconds.
+        milliseconds of the norms, which also tell whether all is finite, and of the optimizer.
     """
     size = work.parameter_bytes
-    # A pass over the gradients gives norms that also tell whether all is finite.
-    moved = held_elements(work, plan) * size * (rates.optimizer_passes + 1)
+    read = held_elements(work, plan) * size
+    moved = read * rates.optimizer_passes
     for unit in work.units:
         # It writes the copies. Narrow gradients are read for the norm and by the optimizer.
-        moved += work.compute_bytes * copied_elements(unit, work, plan)
-        moved -= 2 * (size - work.compute_bytes) * narrow_gradients(unit, work, plan)
-    return moved / (device.memory_gbytes_per_s * 1e6 * rates.optimizer_share)
+        saved = (size - work.compute_bytes) * narrow_gradients(unit, work, plan)
+        read -= saved
+        moved += work.compute_bytes * copied_elements(unit, work, plan) - saved
+    rate = device.memory_gbytes_per_s * 1e6 * rates.optimizer_share
+    return read / rate, moved / rate

@@ -1,13 +1,13 @@
 """The collectives of a forecast step with their times, as a forecast lists them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gem_parallel.contract import Topology
 from gem_parallel.planning.links import AxisGroup, collective_ms, slowest_tier
 from gem_parallel.planning.rates import Rates
 from gem_parallel.planning.traffic import DenseTraffic
-from gem_parallel.planning.work import TableStep, TableTraffic
+from gem_parallel.planning.work import Hider, TableStep, TableTraffic
 
 GroupOf = Callable[[str], AxisGroup]
 
@@ -39,28 +39,81 @@ class Exchanged:
     part: str
 
 
-def table_times(
-    tables: TableStep, group_of: GroupOf, topology: Topology, rates: Rates
-) -> tuple[float, float, tuple[Exchanged, ...]]:
+@dataclass(frozen=True, slots=True)
+class TableTimes:
     """What tables cost a step.
+
+    Attributes:
+        local_ms: reading and moving rows.
+        exposed_ms: exchanges that are waited for.
+        hidden_ms: links, as `queue_of` names them -> exchanges beside something else.
+        exchanged: every exchange.
+    """
+
+    local_ms: float
+    exposed_ms: float
+    hidden_ms: Mapping[str, float]
+    exchanged: tuple[Exchanged, ...]
+
+
+def queue_of(group: AxisGroup, topology: Topology) -> str:
+    """Name the links that a collective keeps busy.
+
+    Args:
+        group: its members.
+        topology: hosts and links.
+
+    Returns:
+        ``host``, or ``adapter``: those of whatever reach are one queue.
+    """
+    tier = slowest_tier(group, topology)
+    return "host" if tier is None or tier == topology.host_tier else "adapter"
+
+
+def contention_of(rates: Rates, queue: str) -> float:
+    """By how much a millisecond of a hidden collective slows what it runs beside.
+
+    Args:
+        rates: of the forecast.
+        queue: links that it keeps busy, as `queue_of` names them.
+
+    Returns:
+        milliseconds; between hosts those inside one, where nothing else is known.
+    """
+    if queue == "adapter" and rates.adapter_contention is not None:
+        return rates.adapter_contention
+    return rates.contention
+
+
+def table_times(
+    tables: TableStep,
+    group_of: GroupOf,
+    topology: Topology,
+    rates: Rates,
+    hiders_ms: Mapping[Hider, float],
+) -> TableTimes:
+    """Say what tables cost a step.
+
+    What runs beside something else goes one after the other there, and what is left over when that
+    has ended is waited for.
 
     Args:
         tables: their work and traffic under a plan.
         group_of: axis -> its group.
         topology: hosts and links.
         rates: launches, and factors of the tables' own work.
+        hiders_ms: how long that takes which exchanges may run beside.
 
     Returns:
-        milliseconds of reading and moving rows, those of exchanges that nothing hides, and every
-        exchange.
+        times, and every exchange.
     """
-    exposed = 0.0
     found: list[Exchanged] = []
+    beside: dict[Hider, dict[str, float]] = {}
     for each in tables.traffic:
         group = group_of(each.axis)
         ms = _table_ms(each, group, topology, rates)
-        if not each.hidden:
-            exposed += ms
+        links, queue = beside.setdefault(each.beside, {}), queue_of(group, topology)
+        links[queue] = links.get(queue, 0.0) + ms
         tier = slowest_tier(group, topology)
         found.append(
             Exchanged(
@@ -76,7 +129,14 @@ def table_times(
             )
         )
     factor = rates.table_factor if tables.whole else rates.engine_factor
-    return tables.local_ms * factor, exposed, tuple(found)
+    exposed, hidden = 0.0, {"host": 0.0, "adapter": 0.0}
+    for hider, links in beside.items():
+        all_ms = sum(links.values())
+        over = max(0.0, all_ms - hiders_ms.get(hider, 0.0))
+        exposed += over
+        for queue, ms in links.items():
+            hidden[queue] += ms * (all_ms - over) / all_ms if all_ms else 0.0
+    return TableTimes(tables.local_ms * factor, exposed, hidden, tuple(found))
 
 
 def _table_ms(each: TableTraffic, group: AxisGroup, topology: Topology, rates: Rates) -> float:

@@ -4,24 +4,32 @@
     compute of a unit = Σ max(FLOPs / matmul rate, bytes / bandwidth) / share that its kind reaches
     the slowest rank has mean + spread · √(2 ln ranks) of that work
 
-Collectives run beside compute as `timeline` says; what is left over is exposed. Hidden ones slow
-the compute that they run beside.
+Collectives run beside compute as `timeline` says, those of tables beside what their traffic names;
+what is left over is exposed. Hidden ones slow what they run beside.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gem_opkit.errors import ConfigError, refusal
 from gem_parallel.contract import Accelerator, ParallelPlan, Topology
 from gem_parallel.planning.compute import compute_ms, kinds_ms, optimizer_ms, slowest, weights_ms
-from gem_parallel.planning.exchanged import Exchanged, GroupOf, gathered_up, table_times
-from gem_parallel.planning.links import AxisGroup, axis_group, collective_ms, slowest_tier
+from gem_parallel.planning.exchanged import (
+    Exchanged,
+    GroupOf,
+    TableTimes,
+    contention_of,
+    gathered_up,
+    queue_of,
+    table_times,
+)
+from gem_parallel.planning.links import AxisGroup, axis_group, collective_ms
 from gem_parallel.planning.memory import Memory, memory
 from gem_parallel.planning.rates import Rates
 from gem_parallel.planning.timeline import Queues, Segment, Transfer, end, run
 from gem_parallel.planning.traffic import DenseTraffic, dense_traffic
-from gem_parallel.planning.work import TableStep, Unit, Work
+from gem_parallel.planning.work import Hider, TableStep, Unit, Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,34 +119,28 @@ def forecast(
     queues = Queues()
     for index in range(2):
         phase = ("forward", "backward")[index]
-        units = work.units if index == 0 else tuple(reversed(work.units))
+        spent = {name: ms[index] * slow + copied[name][index] for name, ms in own.items()}
         segments = [
-            _segment(
-                unit,
-                phase,
-                own[unit.name][index] * slow + copied[unit.name][index],
-                timed,
-                group_of,
-                topology,
-            )
-            for unit in units
+            _segment(units, phase, spent, timed, group_of, topology)
+            for units in _run_together(work.units)
         ]
-        run(segments, queues, rates.prefetch_units)
+        run(segments if index == 0 else segments[::-1], queues, rates.prefetch_units)
     even = sum(sum(ms) for ms in own.values())
     copies = sum(sum(ms) for ms in copied.values())
     compute = slow * even + copies
     exposed = max(0.0, end(queues) - compute)
-    hidden = max(0.0, sum(ms for _, ms in timed) - exposed)
-    table_ms, table_exposed, table_traffic = table_times(tables, group_of, topology, rates)
+    norms_ms, adam_ms = optimizer_ms(work, plan, device, rates)
+    hiders: dict[Hider, float] = {"model": compute, "norms": norms_ms, "optimizer": adam_ms}
+    of_tables = table_times(tables, group_of, topology, rates, hiders)
     parts = {
         "compute": even,
         "imbalance": (slow - 1.0) * even,
         "weight copies": copies,
-        "contention": rates.contention * hidden,
+        "contention": _contention_ms(timed, exposed, of_tables, group_of, topology, rates),
         "exposed dense": exposed,
-        "tables": table_ms,
-        "exposed tables": table_exposed,
-        "optimizer": optimizer_ms(work, plan, device, rates),
+        "tables": of_tables.local_ms,
+        "exposed tables": of_tables.exposed_ms,
+        "optimizer": norms_ms + adam_ms,
         "host": rates.host_ms,
     }
     step_ms = sum(parts.values())
@@ -162,7 +164,7 @@ def forecast(
         step_ms=step_ms,
         parts_ms=parts,
         kinds_ms=kinds_ms(work, plan, device, rates),
-        exchanged=gathered_up(timed, group_of, topology) + table_traffic,
+        exchanged=gathered_up(timed, group_of, topology) + of_tables.exchanged,
         memory=held,
         fits=held.total <= device.memory_gib * 2**30,
         flops=flops,
@@ -231,30 +233,63 @@ def check_experts(work: Work, plan: ParallelPlan) -> None:
         )
 
 
+def _contention_ms(
+    timed: Sequence[tuple[DenseTraffic, float]],
+    exposed_ms: float,
+    of_tables: TableTimes,
+    group_of: GroupOf,
+    topology: Topology,
+    rates: Rates,
+) -> float:
+    """By how much hidden collectives slow what they run beside.
+
+    The timeline does not tell which links are waited for, so that the exposed time of the dense
+    part is shared out over all of them by their load.
+    """
+    busy = dict.fromkeys(of_tables.hidden_ms, 0.0)
+    for each, ms in timed:
+        busy[queue_of(group_of(each.axis), topology)] += ms
+    whole = sum(busy.values())
+    share = max(0.0, whole - exposed_ms) / whole if whole else 0.0
+    return sum(
+        contention_of(rates, queue) * (share * busy[queue] + ms)
+        for queue, ms in of_tables.hidden_ms.items()
+    )
+
+
+def _run_together(units: Sequence[Unit]) -> Iterator[tuple[Unit, ...]]:
+    """Each unit, with the one behind it where that runs beside it."""
+    place = 0
+    while place < len(units):
+        both = place + 1 < len(units) and units[place + 1].beside == units[place].name
+        yield tuple(units[place : place + 1 + both])
+        place += 1 + both
+
+
 def _segment(
-    unit: Unit,
+    units: Sequence[Unit],
     phase: str,
-    compute_ms: float,
+    spent_ms: Mapping[str, float],
     timed: Sequence[tuple[DenseTraffic, float]],
     group_of: GroupOf,
     topology: Topology,
 ) -> Segment:
-    own = [(each, ms) for each, ms in timed if each.unit == unit.name and each.phase == phase]
+    """What units that run together do in a pass."""
+    names = [unit.name for unit in units]
+    own = [(each, ms) for each, ms in timed if each.unit in names and each.phase == phase]
 
     def transfers(chosen: Callable[[DenseTraffic], bool]) -> list[Transfer]:
         return [
-            Transfer(_queue(group_of(each.axis), topology), ms) for each, ms in own if chosen(each)
+            Transfer(queue_of(group_of(each.axis), topology), ms)
+            for each, ms in own
+            if chosen(each)
         ]
 
     return Segment(
-        compute_ms=compute_ms,
+        compute_ms=sum(spent_ms[name] for name in names),
         before=transfers(lambda each: not each.blocks and each.collective == "all_gather"),
         within=transfers(lambda each: each.blocks),
         after=transfers(lambda each: not each.blocks and each.collective != "all_gather"),
+        # The first one; what the one beside it exchanges travels meanwhile.
+        free_ms=spent_ms[names[0]] if len(names) > 1 else 0.0,
     )
-
-
-def _queue(group: AxisGroup, topology: Topology) -> str:
-    """Links that a collective keeps busy: adapters of whatever reach are one queue."""
-    tier = slowest_tier(group, topology)
-    return "host" if tier is None or tier == topology.host_tier else "adapter"

@@ -1,7 +1,8 @@
 """Find the plans whose step is shortest, and say why: enumerate, forecast, rank.
 
-The dense axes and the table axes cost a step independently of each other, so each is enumerated by
-itself and the best of both are put together.
+The dense part is forecast by itself under each of its plans. The best of these are put together
+with the ways to spread tables that are cheapest beside them, since what tables exchange may run
+beside the dense optimizer.
 """
 
 import math
@@ -10,10 +11,12 @@ from dataclasses import dataclass
 
 from gem_opkit.errors import ConfigError, refusal
 from gem_parallel.contract import DENSE_AXES, SPARSE_AXES, ParallelPlan, TableCopies, Topology
-from gem_parallel.planning.exchanged import Exchanged
+from gem_parallel.planning.compute import optimizer_ms
+from gem_parallel.planning.exchanged import Exchanged, contention_of, table_times
 from gem_parallel.planning.forecast import Forecast, accelerator_of, forecast
+from gem_parallel.planning.links import axis_group
 from gem_parallel.planning.rates import Rates
-from gem_parallel.planning.work import TableStep, Work
+from gem_parallel.planning.work import Hider, TableStep, Work
 
 TablesFor = Callable[[ParallelPlan, Topology], TableStep]
 _PLAIN = ParallelPlan()
@@ -199,16 +202,14 @@ def search(
         for plan in dense_plans(work, topology.world_size, like)
         if _has(plan, fixed, DENSE_AXES)
     ]
-    sparse = _table_forecasts(topology, tables, rates, fixed, refused)
+    sparse = _table_steps(topology, tables, fixed, refused)
     if not dense or not sparse:
         axes = SPARSE_AXES if dense else DENSE_AXES
         raise _nothing(fixed, topology, work, refused, axes)
     dense.sort(key=lambda found: (not found.fits, found.step_ms))
-    sparse.sort(key=lambda pair: pair[1].step_ms)
-    chosen_dense = _varied(dense)
     pairs: list[Forecast] = []
-    for one in chosen_dense:
-        for plan, _ in sparse[:_PAIRED]:
+    for one in _varied(dense):
+        for plan, step in _cheapest(one, work, sparse, topology, rates):
             whole = one.plan.model_copy(
                 update={
                     "table_shard": plan.table_shard,
@@ -217,7 +218,6 @@ def search(
                     "table_copies": plan.table_copies,
                 }
             )
-            step = tables(whole, topology)
             pairs.append(forecast(work, whole, topology, tables=step, rates=rates))
     pairs.sort(key=lambda found: (not found.fits, found.step_ms))
     too_large = sum(not found.fits for found in (*dense, *pairs))
@@ -228,7 +228,7 @@ def search(
         work, ParallelPlan(), alone, tables=tables(ParallelPlan(), alone), rates=rates
     )
     best = [Ranked(found, _reason(found, pairs[0])) for found in pairs[:most]]
-    return Search(tuple(best), len(dense) + len(sparse) + len(pairs), refused, single)
+    return Search(tuple(best), len(dense) + len(pairs), refused, single)
 
 
 def _once(tables: TablesFor) -> TablesFor:
@@ -250,28 +250,50 @@ def _once(tables: TablesFor) -> TablesFor:
     return ask
 
 
-def _table_forecasts(
+def _table_steps(
     topology: Topology,
     tables: TablesFor,
-    rates: Rates,
     fixed: Mapping[str, int | bool | str],
     refused: dict[str, int],
-) -> list[tuple[ParallelPlan, Forecast]]:
-    """Forecasts of the tables alone, as if the model had no dense part."""
-    nothing = Work(name="tables", units=(), examples=0, tokens=0)
-    found: list[tuple[ParallelPlan, Forecast]] = []
+) -> list[tuple[ParallelPlan, TableStep]]:
+    """Every way to spread tables that fits, with what it costs."""
+    found: list[tuple[ParallelPlan, TableStep]] = []
     for plan in table_plans(topology):
         if not _has(plan, fixed, (*SPARSE_AXES, *_OF_TABLES)):
             continue
         try:
-            step = tables(plan, topology)
+            found.append((plan, tables(plan, topology)))
         except ConfigError as fault:
             # Its rule, without what it got: that differs from plan to plan.
             why = str(fault).partition("; got ")[0]
             refused[why] = refused.get(why, 0) + 1
-            continue
-        found.append((plan, forecast(nothing, plan, topology, tables=step, rates=rates)))
     return found
+
+
+def _cheapest(
+    dense: Forecast,
+    work: Work,
+    sparse: Sequence[tuple[ParallelPlan, TableStep]],
+    topology: Topology,
+    rates: Rates,
+) -> list[tuple[ParallelPlan, TableStep]]:
+    """The ways to spread tables that cost least beside what a dense plan has them run beside."""
+    norms_ms, adam_ms = optimizer_ms(work, dense.plan, accelerator_of(topology), rates)
+    hiders: dict[Hider, float] = {
+        "model": dense.parts_ms["compute"],
+        "norms": norms_ms,
+        "optimizer": adam_ms,
+    }
+
+    def cost(pair: tuple[ParallelPlan, TableStep]) -> float:
+        plan, step = pair
+        found = table_times(
+            step, lambda axis: axis_group(plan, axis, topology), topology, rates, hiders
+        )
+        slowed = sum(contention_of(rates, links) * ms for links, ms in found.hidden_ms.items())
+        return found.local_ms + found.exposed_ms + slowed
+
+    return sorted(sparse, key=cost)[:_PAIRED]
 
 
 def _varied(dense: Sequence[Forecast]) -> list[Forecast]:

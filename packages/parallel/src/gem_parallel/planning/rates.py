@@ -58,8 +58,11 @@ class Rates(Contract):
     contention: float = Field(
         default=0.3,
         ge=0,
-        description="milliseconds by which a millisecond of a hidden collective slows the compute "
-        "that it runs beside",
+        description="milliseconds by which a millisecond of a hidden collective slows what it "
+        "runs beside",
+    )
+    adapter_contention: float | None = Field(
+        default=None, ge=0, description="the same between hosts; None where nobody has measured it"
     )
     prefetch_units: int = Field(
         default=1, ge=0, description="units whose parameters are gathered ahead of their use"

@@ -3,7 +3,8 @@
 Compute is one queue; the links inside hosts and the adapters are one queue each. A unit's forward
 pass waits for its parameters, which are gathered some units ahead of their use; its gradients are
 reduced behind its backward pass. Activations of experts are waited for at once, and
-share their links with what these carry meanwhile.
+share their links with what these carry meanwhile; where experts run beside the unit before them,
+its compute goes on while they travel.
 """
 
 from collections.abc import Sequence
@@ -32,12 +33,14 @@ class Segment:
         before: gathers that its compute waits for; they may run ahead of it.
         within: collectives that its compute waits for and that cannot run ahead.
         after: reductions that begin when its compute has ended.
+        free_ms: of the compute, what waits for nothing ``within`` and goes on meanwhile.
     """
 
     compute_ms: float
     before: Sequence[Transfer] = ()
     within: Sequence[Transfer] = ()
     after: Sequence[Transfer] = ()
+    free_ms: float = 0.0
 
 
 @dataclass(slots=True)
@@ -103,13 +106,15 @@ def run(segments: Sequence[Segment], queues: Queues, prefetch: int) -> None:
         start = max([queues.compute, *gathered[index].values()])
         if prefetch > 0:
             gather(index + prefetch, start)
+        free_until = start + segment.free_ms
         for each in segment.within:
             # What runs on the same links beyond this moment ends later by as much.
             for ahead in gathered[index + 1 :]:
                 if ahead.get(each.queue, 0.0) > start:
                     ahead[each.queue] += each.ms
             start = queues.transfer_now(each, start)
-        queues.compute = start + segment.compute_ms
+        # Both sides share one device: what waits for nothing fills it while the rest travels.
+        queues.compute = max(start, free_until) + segment.compute_ms - segment.free_ms
         for each in segment.after:
             queues.transfer(each, queues.compute)
 

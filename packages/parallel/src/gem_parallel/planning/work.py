@@ -12,6 +12,9 @@ from typing import Literal
 from gem_opkit.cost import Cost
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"]
+# What of a step a collective of the tables runs beside: nothing, the passes of the model, the norms
+# of the dense gradients, or the passes of the dense optimizer.
+Hider = Literal["nothing", "model", "norms", "optimizer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,8 @@ class Unit:
         kept_bytes: what it keeps for its backward pass, without the experts.
         experts: experts that it runs on the same examples and sums; none for most units.
         output_bytes: sum over experts, of one rank's batch, which travels back.
+        beside: name of the unit before it that it runs beside, on a stream of its own, because it
+            reads nothing of it; None for a unit that waits for the one before.
     """
 
     name: str
@@ -96,6 +101,7 @@ class Unit:
     kept_bytes: int = 0
     experts: tuple[Expert, ...] = ()
     output_bytes: int = 0
+    beside: str | None = None
 
     def all_operators(self) -> tuple[Operator, ...]:
         """Its own work and that of every expert.
@@ -180,7 +186,7 @@ class TableTraffic:
         collective: its name.
         given_bytes: what one rank gives in a step, mean over ranks.
         ms: time of the most loaded rank; None to have it computed from the bytes.
-        hidden: whether it runs beside dense work.
+        beside: what it runs beside; what is left over when that has ended is waited for.
     """
 
     what: str
@@ -188,7 +194,7 @@ class TableTraffic:
     collective: Collective
     given_bytes: float
     ms: float | None = None
-    hidden: bool = False
+    beside: Hider = "nothing"
 
 
 @dataclass(frozen=True, slots=True)
