@@ -75,9 +75,34 @@ def test_a_bad_request_is_told_to_who_asked_it_alone():
 def test_answers_that_are_missing_are_told_and_the_line_goes_on():
     answer = ScoreAnswer(scores={}, fingerprint="1")
     with ScoreQueue(lambda requests: [answer] * (requests[0].user != 0), QueueLimits()) as line:
-        with pytest.raises(ValueError, match="shorter"):
+        with pytest.raises(RuntimeError, match="must answer each request; got 0 answers for 1"):
             line.put(ask(0)).result(20)
         assert line.put(ask(1)).result(20).fingerprint == "1"
+        assert (line.scored, line.failed, line.state) == (1, 1, "ok")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_where_the_thread_ends_by_a_fault_nobody_waits_and_nobody_joins():
+    began, go = threading.Event(), threading.Event()
+
+    def ends(_):
+        began.set()
+        assert go.wait(20)
+        raise KeyboardInterrupt  # beyond what a fault of one request can be
+
+    with ScoreQueue(ends, QueueLimits(max_batch=1)) as line:
+        asked = [line.put(ask(0))]
+        assert began.wait(20)
+        asked += [line.put(ask(user)) for user in (1, 2)]
+        gone = line.put(ask(3))
+        assert gone.cancel()
+        go.set()
+        for future in asked:
+            with pytest.raises(Overloaded, match="no scoring any more, since a KeyboardInterrupt"):
+                future.result(20)
+        with pytest.raises(Overloaded, match="no scoring any more"):
+            line.put(ask(4))
+        assert (line.state, line.is_open, line.failed, line.waiting) == ("failed", False, 3, 0)
 
 
 def test_a_fault_is_told_and_the_line_goes_on():

@@ -1,10 +1,11 @@
-"""A ranker on a GPU scores as one on the CPU does, shared or not, in fp32 and bf16."""
+"""A ranker on a GPU scores as one on the CPU does, shared or not, in fp32, bf16 and 8 bits."""
 
 import numpy as np
 import pytest
 from served_runs import many_events
 
 from gem.serving.ranker import Ranker
+from gem_precision.contract import PrecisionRecipe
 
 _ALONE = ('model.stream.ffn="none"', "model.transformer_gate=false")
 
@@ -31,3 +32,30 @@ def test_scores_on_a_gpu_are_those_of_the_cpu(serve_of, rng, overrides):
             gpu = Ranker.load(one.artefact, precision=precision, device="cuda", share=share)
             for answer, scores in zip(gpu.score_many(asked), want, strict=True):
                 np.testing.assert_allclose(answer.scores["click"], scores, atol=budget, rtol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["mxfp8_rceil", "fp8_block"])
+def test_eight_bits_on_a_gpu_are_those_of_the_cpu(serve_of, rng, kind):
+    # Whole blocks of 128, and wide enough for a product in 8 bits to be one.
+    wide = ("model.width=128", "model.stream.width=128", "model.embeddings.embedding_dim=128")
+    one = serve_of(*_ALONE, *wide)
+    recipe = PrecisionRecipe(default="bf16_autocast", recipe=kind, least_width=0)
+    request = {
+        "user": 3,
+        "time_ms": 1_800_000_000_000,
+        "candidates": {"item_id": list(range(31)) * 4},
+        "history": {"impressions": many_events(rng, 12)},
+    }
+
+    def scores(**how):
+        return np.asarray(Ranker.load(one.artefact, **how).score(request).scores["click"])
+
+    exact, cpu = scores(precision="fp32"), scores(precision=recipe)
+    cost = np.abs(cpu - exact).max()
+    assert cost > 0
+    for share in (True, False):
+        gpu = scores(precision=recipe, device="cuda", share=share)
+        # Both round to the same format; a number between two of it may fall to either.
+        assert 0 < np.abs(gpu - exact).max() <= 2 * cost
+        assert np.abs(gpu - cpu).max() <= cost

@@ -125,6 +125,10 @@ _WRONG = {
         "history.clicks.time_ms[0] must be whole milliseconds",
     ),
     "a time as text": (_with(time_ms="today"), "time_ms"),
+    "a time as digits": (_with(time_ms="5"), "time_ms"),
+    "a time that is true": (_with(time_ms=True), "time_ms"),
+    "a user that is true": (_with(user=True), "user.int"),
+    "a user that is a fraction": (_with(user=3.0), "user.int"),
     "an unknown domain": (_with(domain="fed"), "did you mean 'feed'?"),
     "an id that is a fraction": (_with(candidates={"item_id": [1.5]}), "item_id[0] must be an id"),
     "an id that is true": (_with(candidates={"item_id": [True]}), "item_id[0] must be an id"),
@@ -145,13 +149,16 @@ _WRONG = {
 
 @pytest.mark.parametrize(("request_", "said"), _WRONG.values(), ids=_WRONG)
 def test_what_makes_no_sense_is_refused_by_name(ranker, request_, said):
+    told = set()
     for asked in (request_, json.dumps(request_)):
         with pytest.raises(RequestError) as fault:
             ranker.score(asked)
+        told.add(str(fault.value))
         assert said in str(fault.value)
         assert str(fault.value).startswith("request: ")
         assert "\n" not in str(fault.value)
         assert fault.value.status == 422
+    assert len(told) == 1, "a mapping and its JSON are refused in the same words"
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b'{"user": 1,}', b"\xff\xfe", b"nan"])
@@ -198,3 +205,27 @@ def test_one_bad_request_does_not_spoil_its_neighbours(ranker):
         np.testing.assert_allclose(
             found[place].scores["click"], ranker.score(good).scores["click"], atol=ROUNDING
         )
+
+
+def test_a_fault_of_the_ranker_in_one_request_is_that_requests_alone(ranker, monkeypatch):
+    good = [ranker.parse(_with(candidates={"item_id": [1] * count})) for count in (1, 2, 4)]
+    want = [ranker.score(request) for request in good]
+    run, read = ranker._run, ranker._reader.read
+
+    def too_much(served):
+        if 2 in served.counts:
+            raise MemoryError("of a device")
+        return run(served)
+
+    def unreadable(request, now):
+        if len(request.candidates["item_id"]) == 4:
+            raise ValueError("a fault of ours")
+        return read(request, now)
+
+    monkeypatch.setattr(ranker, "_run", too_much)
+    monkeypatch.setattr(ranker._reader, "read", unreadable)
+    found = ranker.score_many(good)
+    assert found[0] == want[0]
+    assert [type(one) for one in found[1:]] == [MemoryError, ValueError]
+    with pytest.raises(MemoryError):
+        ranker.score(good[1])

@@ -141,6 +141,33 @@ def test_files_that_are_no_vectors_are_refused(both, tmp_path):
         read_vectors(tmp_path / "nan.parquet", "item")
 
 
+def test_vectors_with_holes_or_of_other_types_are_refused(tmp_path):
+    notes = {b"gem_fingerprint": b"one", b"gem_format": b"1"}
+    flat = pa.array(np.arange(4, dtype=np.float32))
+    good = {
+        "user": pa.array([1, 2], pa.int64()),
+        "valid_from_ms": pa.array([5, 6], pa.int64()),
+        "embedding": pa.FixedSizeListArray.from_arrays(flat, 2),
+    }
+    lists = pa.list_(pa.float32(), 2)
+    texts = pa.FixedSizeListArray.from_arrays(pa.array(list("abcd")), 2)
+    for column, values, said in (
+        ("user", pa.array([1, None], pa.int64()), "no null in user; got 1 nulls"),
+        ("valid_from_ms", pa.array([None, None], pa.int64()), "no null in valid_from_ms; got 2"),
+        ("embedding", pa.array([[1, 2], None], lists), "no null in embedding; got 1 nulls"),
+        ("embedding", pa.array([[1, 2], [None, 1]], lists), "no null in embedding; got 1 nulls"),
+        ("embedding", texts, "have vectors of numbers"),
+        ("user", pa.array(["a", "b"]), "whole numbers as user; got string"),
+        ("valid_from_ms", pa.array([0.5, 1.5]), "whole numbers as valid_from_ms; got double"),
+    ):
+        table = pa.table({**good, column: values}).replace_schema_metadata(notes)
+        pq.write_table(table, tmp_path / "users.parquet")
+        with pytest.raises(DataError, match=said):
+            read_vectors(tmp_path / "users.parquet", "user")
+    pq.write_table(pa.table(good).replace_schema_metadata(notes), tmp_path / "users.parquet")
+    assert read_vectors(tmp_path / "users.parquet", "user").keys.tolist() == [1, 2]
+
+
 def test_what_is_found_is_written_once(both, tmp_path):
     write_vectors(tmp_path / "users.parquet", "user", both[0])
     write_vectors(tmp_path / "items.parquet", "item", both[1])

@@ -104,6 +104,26 @@ def test_a_body_that_does_not_come_is_not_waited_for(ranker):
     assert b"body must come within 0.05 seconds" in said[1]["body"]
 
 
+def test_who_leaves_before_the_body_is_there_is_no_fault_of_the_server(ranker):
+    async def asked() -> list[dict]:
+        from gem.serving.server import make_app
+
+        said: list[dict] = []
+
+        async def receive() -> dict:
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict) -> None:
+            said.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": "/score", "raw_path": b"/score"}
+        scope |= {"headers": [], "query_string": b"", "http_version": "1.1", "root_path": ""}
+        await make_app(ranker, ServeSpec())(scope, receive, send)  # a fault would be raised here
+        return said
+
+    assert asyncio.run(asked())[0]["status"] == 400
+
+
 def test_a_fault_of_the_server_is_one_line_and_it_goes_on(ranker, monkeypatch):
     def broken(requests):
         raise MemoryError("of a device, with an address")
@@ -115,11 +135,29 @@ def test_a_fault_of_the_server_is_one_line_and_it_goes_on(ranker, monkeypatch):
             assert answer.status_code == 500
             assert answer.json()["error"].count("MemoryError") == 1
             assert "address" not in answer.text
-            assert client.get("/health").status_code == 200
+            health = client.get("/health")
+            assert (health.status_code, health.json()["failed"]) == (200, 1)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_server_that_cannot_score_any_more_says_so(ranker, monkeypatch):
+    def ends(requests):
+        raise SystemExit(3)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ranker, "score_many", ends)
+        with serving(ranker, ServeSpec()) as client:
+            for _ in range(2):  # who waited, and who comes later
+                answer = client.post("/score", json=_GOOD)
+                assert answer.status_code == 503
+                assert "no scoring any more, since a SystemExit" in answer.json()["error"]
+            health = client.get("/health")
+            assert (health.status_code, health.json()["status"]) == (503, "failed")
 
 
 def test_it_says_what_it_is_and_how_it_is(client, ranker):
-    assert client.get("/health").json() == {"status": "ok", "waiting": 0, "scored": 0, "refused": 0}
+    counts = {"waiting": 0, "scored": 0, "refused": 0, "failed": 0}
+    assert client.get("/health").json() == {"status": "ok"} | counts
     about = client.get("/metadata").json()
     assert about["fingerprint"] == ranker.manifest.fingerprint
     assert about["limits"]["max_candidates"] == 50

@@ -20,7 +20,7 @@ from gem.data.user_embeddings import HOUR_MS, UserEmbeddings
 from gem.serving.request import GivenVector, ScoreRequest
 from gem.train.run import DATA_ROOT
 from gem.train.run_folder import CONFIG_FILE, read_run_config
-from gem.train.whole_file import write_whole
+from gem.train.whole_file import check_new, write_whole
 from gem_opkit.errors import ConfigError, refusal
 
 
@@ -179,16 +179,7 @@ def write_example(run: Path, out: Path, *, data_root: Path = DATA_ROOT) -> Score
         ConfigError: no run there, or the file is there.
         DataError: the data set is missing or malformed.
     """
-    if out.exists() or out.is_symlink():
-        raise ConfigError(
-            refusal(
-                "gem export",
-                "--example",
-                must="be a new file",
-                got=f"{out}, which is there",
-                fix="choose another name",
-            )
-        )
+    check_new(out, command="gem export", option="--example")
     folder = run if (run / CONFIG_FILE).is_file() else run.parent.parent
     data = read_run_config(folder).data
     maker = RequestMaker(default_folder(data, data_root), data)

@@ -9,12 +9,12 @@ import torch
 from gem.model.gem import GemModel
 from gem.serving.request_reader import rows_of_jagged
 from gem.serving.retrieval import Vectors, write_vectors
+from gem.train.averages import averaged_weights
 from gem.train.model_fingerprint import fingerprint_of
 from gem.train.progress import Display
 from gem.train.run import DATA_ROOT
 from gem.train.saved_run import saved_run
-from gem.train.step import averaged_weights
-from gem.train.whole_file import partial_of
+from gem.train.whole_file import check_new, partial_of
 from gem_jagged.batch import Jagged
 from gem_opkit.errors import ConfigError, refusal
 
@@ -40,16 +40,7 @@ def export_items(
         ConfigError: the file is there, or the run is of another kind of model.
         DataError: no complete checkpoint, or the data set is missing or another one.
     """
-    if out.exists() or out.is_symlink():
-        raise ConfigError(
-            refusal(
-                "gem export-items",
-                "--out",
-                must="be a new file",
-                got=f"{out}, which is there",
-                fix="choose another --out",
-            )
-        )
+    check_new(out, command="gem export-items")
     with saved_run(run, command="gem export-items", display=display, data_root=data_root) as saved:
         model = saved.run.step.model
         if not isinstance(model, GemModel) or model.spec.user_model is None:

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import Literal
 
 from gem.serving.limits import QueueLimits
 from gem.serving.request import RequestError, ScoreAnswer, ScoreRequest
@@ -17,10 +18,11 @@ from gem_opkit.errors import GemError
 
 
 class Overloaded(GemError):
-    """The line is full, or ends."""
+    """The line is full, or takes nobody any more."""
 
 
-_Scores = Callable[[Sequence[ScoreRequest]], Sequence[ScoreAnswer | RequestError]]
+_Scores = Callable[[Sequence[ScoreRequest]], Sequence[ScoreAnswer | Exception]]
+_Waiting = tuple[ScoreRequest, "Future[ScoreAnswer]"]
 
 
 class ScoreQueue:
@@ -33,15 +35,16 @@ class ScoreQueue:
     Attributes:
         scored: requests answered with scores.
         refused: requests that found no room.
+        failed: requests without an answer by a fault that is not theirs.
     """
 
     def __init__(self, score: _Scores, limits: QueueLimits) -> None:
         self._score, self._limits = score, limits
-        self._line: deque[tuple[ScoreRequest, Future[ScoreAnswer]]] = deque()
+        self._line: deque[_Waiting] = deque()
         self._changed = threading.Condition()
-        self._open = True
+        self._open, self._ended_by = True, ""
         self._thread = threading.Thread(target=self._work, name="gem-score", daemon=True)
-        self.scored = self.refused = 0
+        self.scored = self.refused = self.failed = 0
 
     def __enter__(self) -> "ScoreQueue":
         self._thread.start()
@@ -56,6 +59,11 @@ class ScoreQueue:
         return self._open
 
     @property
+    def state(self) -> Literal["ok", "ending", "failed"]:
+        """ok; ending, once closed; failed, once the thread that scores has ended by a fault."""
+        return "failed" if self._ended_by else "ok" if self._open else "ending"
+
+    @property
     def waiting(self) -> int:
         """Requests in line."""
         return len(self._line)
@@ -67,7 +75,8 @@ class ScoreQueue:
             request: of a size that is allowed.
 
         Returns:
-            its answer, once there is one; or the `RequestError` that says why not.
+            its answer, once there is one; or what says why not: a `RequestError`, a fault of the
+            ranker, or `Overloaded` where scoring ends before its turn.
 
         Raises:
             Overloaded: the line is full, or closed.
@@ -76,10 +85,7 @@ class ScoreQueue:
         with self._changed:
             if not self._open or len(self._line) >= self._limits.max_waiting:
                 self.refused += 1
-                why = f"{len(self._line)} requests are waiting" if self._open else "it is ending"
-                raise Overloaded(
-                    f"gem serve: the line must have room; got {why}; try again later, or elsewhere"
-                )
+                raise self._overloaded()
             self._line.append((request, future))
             self._changed.notify()
         return future
@@ -92,25 +98,53 @@ class ScoreQueue:
         if self._thread.is_alive():
             self._thread.join()
 
-    def _work(self) -> None:
-        while taken := self._next():
-            # Who has gone meanwhile is not scored for.
-            alive = [(r, f) for r, f in taken if f.set_running_or_notify_cancel()]
-            try:
-                answers = self._score([request for request, _ in alive]) if alive else []
-                answered = list(zip(alive, answers, strict=True))
-            except Exception as fault:  # noqa: BLE001 - told to each that waits, who re-raises it
-                for _, future in alive:
-                    future.set_exception(fault)
-                continue
-            for (_, future), answer in answered:
-                if isinstance(answer, RequestError):
-                    future.set_exception(answer)
-                else:
-                    self.scored += 1
-                    future.set_result(answer)
+    def _overloaded(self) -> Overloaded:
+        why = "it is ending" if not self._open else f"{len(self._line)} requests are waiting"
+        if self._ended_by:
+            why = f"no scoring any more, since a {self._ended_by}"
+        return Overloaded(
+            f"gem serve: the line must have room; got {why}; try again later, or elsewhere"
+        )
 
-    def _next(self) -> "list[tuple[ScoreRequest, Future[ScoreAnswer]]]":
+    def _work(self) -> None:
+        taken: list[_Waiting] = []
+        try:
+            while taken := self._next():
+                self._answer(taken)
+        except BaseException as fault:
+            # The thread ends: nobody may wait for it, nobody may join, and whoever asks learns.
+            with self._changed:
+                self._open, self._ended_by = False, type(fault).__name__
+                left = [future for _, future in (*taken, *self._line) if not future.done()]
+                self._line.clear()
+            self.failed += len(left)
+            for future in left:
+                if future.running() or future.set_running_or_notify_cancel():
+                    future.set_exception(self._overloaded())
+            raise
+
+    def _answer(self, taken: Sequence[_Waiting]) -> None:
+        # Who has gone meanwhile is not scored for.
+        alive = [(r, f) for r, f in taken if f.set_running_or_notify_cancel()]
+        answers: Sequence[ScoreAnswer | Exception]
+        try:
+            answers = self._score([request for request, _ in alive]) if alive else []
+            if len(answers) != len(alive):
+                raise RuntimeError(
+                    f"the ranker must answer each request; got {len(answers)} answers for "
+                    f"{len(alive)} requests; report it"
+                )
+        except Exception as fault:  # noqa: BLE001 - told to each that waits, who re-raises it
+            answers = [fault] * len(alive)
+        for (_, future), answer in zip(alive, answers, strict=True):
+            if isinstance(answer, Exception):
+                self.failed += not isinstance(answer, RequestError)
+                future.set_exception(answer)
+            else:
+                self.scored += 1
+                future.set_result(answer)
+
+    def _next(self) -> list[_Waiting]:
         """The next requests to score together; none once the line is closed and empty."""
         limits = self._limits
         with self._changed:

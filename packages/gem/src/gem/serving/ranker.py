@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 import torch
-from pydantic import ValidationError
 from torch import nn
 
 from gem import __version__
@@ -28,7 +27,6 @@ from gem.serving.manifest import (
     read_artefact,
 )
 from gem.serving.request import (
-    RequestError,
     RequestLimits,
     ScoreAnswer,
     ScoreRequest,
@@ -52,6 +50,8 @@ _RECIPES: dict[str, PrecisionRecipe] = {
     "fp32": PrecisionRecipe(),
     "bf16": PrecisionRecipe(default="bf16_autocast"),
 }
+# Place among the requests, what the model reads, what else is said of it.
+_Group = list[tuple[int, ServedBatch, Told]]
 
 
 class Ranker:
@@ -171,7 +171,7 @@ class Ranker:
             RequestError: it is malformed, too large, or for another model.
         """
         answer = self.score_many([self.parse(request)])[0]
-        if isinstance(answer, RequestError):
+        if isinstance(answer, Exception):
             raise answer
         return answer
 
@@ -187,41 +187,52 @@ class Ranker:
         Raises:
             RequestError: it is malformed or too large.
         """
-        if isinstance(request, Mapping):
-            request = _from_mapping(request)
-        elif not isinstance(request, ScoreRequest):
+        if not isinstance(request, ScoreRequest):
             request = parse_request(request)
         check_size(request, self.limits)
         return request
 
-    def score_many(self, requests: Sequence[ScoreRequest]) -> list[ScoreAnswer | RequestError]:
+    def score_many(self, requests: Sequence[ScoreRequest]) -> list[ScoreAnswer | Exception]:
         """Score several requests in one forward pass.
 
         Args:
             requests: of `parse`.
 
         Returns:
-            for each its answer, or why there is none: one of them does not spoil the others.
+            for each its answer, or the fault for which there is none: a `RequestError` where it is
+            the request's, anything else where it is not, such as too little memory. The fault of
+            one does not spoil the others.
         """
-        found: list[ScoreAnswer | RequestError] = []
-        read: list[tuple[int, ServedBatch, Told]] = []
+        found: list[ScoreAnswer | Exception] = []
+        read: _Group = []
         for place, request in enumerate(requests):
             try:
                 served, told = self._read(request)
-            except RequestError as fault:
+            except Exception as fault:  # noqa: BLE001 - handed to who asked
                 found.append(fault)
                 continue
             found.append(self._answer(told, [[] for _ in self.manifest.inputs.labels]))
             if told.rows:
                 read.append((place, served, told))
         for group in self._groups(read):
-            p_NA = self._run(join_served([served for _, served, _ in group]))
-            first = 0
-            for place, _, told in group:
-                columns = p_NA[first : first + told.rows].t().tolist()
-                found[place] = self._answer(told, columns)
-                first += told.rows
+            for place, answer in self._scored(group):
+                found[place] = answer
         return found
+
+    def _scored(self, group: _Group) -> list[tuple[int, ScoreAnswer | Exception]]:
+        """Answers of requests that are run together: place and answer of each."""
+        try:
+            p_NA = self._run(join_served([served for _, served, _ in group]))
+            parts = p_NA.split([told.rows for _, _, told in group])
+            return [
+                (place, self._answer(told, p_MA.t().tolist()))
+                for (place, _, told), p_MA in zip(group, parts, strict=True)
+            ]
+        except Exception as fault:  # noqa: BLE001 - handed to who asked
+            if len(group) == 1:
+                return [(group[0][0], fault)]
+        # One of them failed, or all of them are too much at once: each by itself.
+        return [answer for one in group for answer in self._scored([one])]
 
     def _read(self, request: ScoreRequest) -> tuple[ServedBatch, Told]:
         now = int(time.time() * 1000) if request.time_ms is None else request.time_ms
@@ -245,11 +256,9 @@ class Ranker:
             total += stream.numbers.total_tokens * (1 if once else rows)
         return total
 
-    def _groups(
-        self, read: Sequence[tuple[int, ServedBatch, Told]]
-    ) -> list[list[tuple[int, ServedBatch, Told]]]:
+    def _groups(self, read: _Group) -> list[_Group]:
         """Requests that are run together: as many as memory is meant for, at least one."""
-        groups: list[list[tuple[int, ServedBatch, Told]]] = []
+        groups: list[_Group] = []
         room = 0
         for one in read:
             tokens = self._tokens(one[1])
@@ -319,14 +328,3 @@ def _device(word: torch.device | str) -> torch.device:
             )
         )
     return torch.device(word)
-
-
-def _from_mapping(given: Mapping[str, Any]) -> ScoreRequest:
-    try:
-        return ScoreRequest.model_validate(given)
-    except ValidationError as fault:
-        first = fault.errors(include_url=False, include_input=False)[0]
-        raise RequestError(
-            f"request: {'.'.join(map(str, first['loc'])) or 'it'} must fit a ScoreRequest; got "
-            f"{first['msg']}; correct it"
-        ) from fault

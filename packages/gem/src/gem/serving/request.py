@@ -5,17 +5,19 @@ candidates are one list an input. That is a fifth of the bytes of one object an 
 what the arrays are made of.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field, StrictInt, StrictStr, ValidationError
 
 from gem_opkit.contract import Contract
 from gem_opkit.errors import DataError
 
 _Name = Annotated[str, Field(min_length=1, max_length=128)]
 _Columns = dict[_Name, list[Any]]
-# A time of an event and a delay add up within int64, as times of files lie within 2^62.
-_TimeMs = Annotated[int, Field(gt=-(2**62), lt=2**62)]
+# A time of an event and a delay add up within int64, as times of files lie within 2^62. Neither a
+# text nor true is one: what is no number in a column is none here.
+_TimeMs = Annotated[int, Field(gt=-(2**62), lt=2**62, strict=True)]
 
 
 class RequestError(DataError):
@@ -46,7 +48,7 @@ class ScoreRequest(Contract):
     so is an id that the table does not have; the answer says how many there were.
     """
 
-    user: int | str | None = Field(
+    user: StrictInt | StrictStr | None = Field(
         default=None, description="the user; null or unknown: read as the fill of its column"
     )
     time_ms: _TimeMs | None = Field(
@@ -92,11 +94,11 @@ class ScoreAnswer(Contract):
     )
 
 
-def parse_request(body: bytes | str) -> ScoreRequest:
-    """Read a request from JSON.
+def parse_request(given: bytes | str | Mapping[str, Any]) -> ScoreRequest:
+    """Read a request.
 
     Args:
-        body: a JSON document.
+        given: a JSON document, or what one says as a mapping.
 
     Returns:
         the request; its columns have not been looked at.
@@ -105,7 +107,9 @@ def parse_request(body: bytes | str) -> ScoreRequest:
         RequestError: it is no JSON, has an unknown field, or one of a wrong type.
     """
     try:
-        return ScoreRequest.model_validate_json(body)
+        if isinstance(given, Mapping):
+            return ScoreRequest.model_validate(given)
+        return ScoreRequest.model_validate_json(given)
     except ValidationError as fault:
         errors = fault.errors(include_url=False, include_input=False, include_context=False)
         parts = [f"{'.'.join(map(str, e['loc'])) or 'body'}: {e['msg']}" for e in errors[:3]]

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import Field
 
-from gem.train.whole_file import partial_of
+from gem.train.whole_file import check_new, partial_of
 from gem_opkit.contract import Contract
 from gem_opkit.errors import ConfigError, DataError, UnsupportedError, refusal
 
@@ -128,7 +128,24 @@ def _table(path: Path, name: str) -> pa.Table:
         raise _refused(path, f"hold embeddings by {name}", f"columns {got}", "write it with gem")
     if vectors is None or not pa.types.is_fixed_size_list(vectors):
         raise _refused(path, "have vectors of one width", vectors, "write it with gem")
+    numbers = pa.types.is_floating(vectors.value_type) and vectors.list_size > 0
+    if not numbers:
+        raise _refused(path, "have vectors of numbers", vectors, "write it with gem")
+    for column in {name, "valid_from_ms"} & set(table.column_names):
+        if not pa.types.is_integer(table.schema.field(column).type):
+            kind = table.schema.field(column).type
+            raise _refused(path, f"have whole numbers as {column}", kind, "write it with gem")
+    for column in (name, "embedding", "valid_from_ms"):
+        if column in table.column_names and (lost := _nulls(table.column(column))):
+            raise _refused(path, f"have no null in {column}", f"{lost} nulls", "write it with gem")
     return table
+
+
+def _nulls(column: pa.ChunkedArray) -> int:
+    """Nulls of a column, those within its lists among them."""
+    if not pa.types.is_fixed_size_list(column.type):
+        return column.null_count
+    return column.null_count + sum(chunk.flatten().null_count for chunk in column.chunks)
 
 
 def nearest(
@@ -227,16 +244,7 @@ def write_nearest(
         DataError: as `read_vectors` and `nearest`.
         UnsupportedError: as `nearest`.
     """
-    if out.exists() or out.is_symlink():
-        raise ConfigError(
-            refusal(
-                "gem nearest",
-                "--out",
-                must="be a new file",
-                got=f"{out}, which is there",
-                fix="choose another --out",
-            )
-        )
+    check_new(out, command="gem nearest")
     of_users, of_items = read_vectors(users, "user"), read_vectors(items, "item")
     keys, scores = nearest(of_users, of_items, count, spec)
     agree = None

@@ -5,7 +5,7 @@
 
 Errors are ``{"error": "<one line>"}``: 400 for what is no JSON, 408 for a body that does not come,
 409 for an embedding of another model, 413 for what is too large, 422 for what makes no sense, 429
-where the line is full, 500 for a fault of the server, 503 while it ends.
+where the line is full, 500 for a fault of the server, 503 while it ends or once it cannot score.
 """
 
 import asyncio
@@ -27,6 +27,7 @@ try:
     import uvicorn
     from fastapi import FastAPI, Request
     from fastapi.responses import JSONResponse, Response
+    from starlette.requests import ClientDisconnect
 except ImportError as _missing:
     raise UnsupportedError(
         refusal(
@@ -69,6 +70,8 @@ def make_app(ranker: Ranker, spec: ServeSpec) -> FastAPI:
             answer = await asyncio.wrap_future(line.put(asked))
         except TimeoutError:
             return _error(408, f"request: body must come within {spec.body_s:g} seconds; send it")
+        except ClientDisconnect:
+            return Response(status_code=400)  # which nobody reads, and no fault to log
         except RequestError as fault:
             return _error(fault.status, str(fault))
         except Overloaded as fault:
@@ -84,8 +87,8 @@ def make_app(ranker: Ranker, spec: ServeSpec) -> FastAPI:
 
     @app.get("/health")
     async def health() -> Response:
-        state = {"status": "ok" if line.is_open else "ending", "waiting": line.waiting}
-        counts = {"scored": line.scored, "refused": line.refused}
+        state = {"status": line.state, "waiting": line.waiting}
+        counts = {"scored": line.scored, "refused": line.refused, "failed": line.failed}
         return JSONResponse(state | counts, 200 if line.is_open else 503)
 
     @app.get("/metadata")

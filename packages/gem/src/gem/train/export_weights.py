@@ -20,7 +20,7 @@ from gem.train.checkpoint import latest_complete, read_manifest, single_process_
 from gem.train.checkpoint_faults import damage_named
 from gem.train.checkpoint_manifest import check_content
 from gem.train.run_folder import CHECKPOINTS, CONFIG_FILE
-from gem.train.whole_file import partial_of
+from gem.train.whole_file import check_new, partial_of
 from gem_opkit.errors import ConfigError, DataError, refusal
 from gem_parallel.launch import World
 
@@ -44,16 +44,7 @@ def export_weights(run: Path, out: Path, *, averaged: bool = True) -> dict[str, 
         DataError: no complete checkpoint, or a damaged one.
         OSError: the disk refuses; names ``out``, and nothing is left of it.
     """
-    if out.exists() or out.is_symlink():
-        raise ConfigError(
-            refusal(
-                "gem export-weights",
-                "--out",
-                must="be a new file",
-                got=f"{out}, which is there",
-                fix="choose another --out",
-            )
-        )
+    check_new(out, command="gem export-weights")
     checkpoint = checkpoint_of(run, command="gem export-weights")
     manifest = read_manifest(checkpoint)
     check_content(checkpoint, manifest, World())

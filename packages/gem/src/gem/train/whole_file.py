@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from gem_opkit.errors import ConfigError, refusal
+
 
 def partial_of(path: Path) -> Path:
     """Where a file lies while it is written, beside its place.
@@ -10,6 +12,29 @@ def partial_of(path: Path) -> Path:
         path: its place.
     """
     return path.with_name(f".{path.name}.partial")
+
+
+def check_new(path: Path, *, command: str, option: str = "--out") -> None:
+    """Refuse a file that is there, before anything is done for it.
+
+    Args:
+        path: to be written.
+        command: that was given, as ``gem nearest``.
+        option: that names it.
+
+    Raises:
+        ConfigError: something is there; a link that leads nowhere counts.
+    """
+    if path.exists() or path.is_symlink():
+        raise ConfigError(
+            refusal(
+                command,
+                option,
+                must="be a new file",
+                got=f"{path}, which is there",
+                fix=f"choose another {option}",
+            )
+        )
 
 
 def write_whole(path: Path, text: str) -> None:
