@@ -25,9 +25,9 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from gem.bench.asked import recipe_of
 from gem.bench.check import planted_batch
 from gem.bench.command import asked_for
-from gem.bench.measure import recipe_of
 from gem.config import load_recipe
 from gem.data.batch import ExampleBatch
 from gem.dry_run.build import build_step

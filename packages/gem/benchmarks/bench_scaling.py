@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from gem.scaling.gains import falling
 from gem.scaling.picture import GAIN_COLUMNS, gain_rows, law_words, synergy_words
 from gem_opkit.bench import device_folder, write_rows
 
@@ -69,17 +70,20 @@ def page_part(found: dict[str, Any], picture: Path | None) -> str:
     if picture is not None:
         lines += [f"![NE over FLOPs](images/{picture.name})", ""]
     lines += [
-        "| ladder | rung | FLOPs an example | NE | over seeds | weights outside of tables |",
-        "| --- | --- | ---: | ---: | ---: | ---: |",
+        "| ladder | rung | FLOPs an example | NE | still fell by | over seeds "
+        "| weights outside of tables |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     for name in dict.fromkeys((rung["ladder"], rung["rung"]) for rung in rungs):
         own = [rung for rung in rungs if (rung["ladder"], rung["rung"]) == name]
         ne = [next(iter(rung["ne"].values())) for rung in own]
-        size = own[0].get("parameters")
+        size, fell = own[0].get("parameters"), falling(own)
+        weights = "" if size is None else f"{size['dense']:,}"
+        still = "" if fell is None else f"{fell:.5f}"
         spread = "" if len(ne) == 1 else f"± {(max(ne) - min(ne)) / 2:.5f}"
         lines.append(
             f"| {' | '.join(name)} | {fmean(r['flops_per_example'] for r in own):.4g} | "
-            f"{fmean(ne):.5f} | {spread} | {'' if size is None else format(size['dense'], ',')} |"
+            f"{fmean(ne):.5f} | {still} | {spread} | {weights} |"
         )
     lines += [
         "",

@@ -22,22 +22,23 @@ Rows = list[dict[str, Any]]
 
 
 def stages_table(rows: Rows) -> str:
-    """Rankers without and with the embeddings of the upstream model."""
+    """Rankers without embeddings, and with those of an upstream model and of a smaller one."""
     lines = [
         "| ranker | task | NE without | NE with | with minus without, 95 % | better "
-        "| NE upstream | transfer ratio |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| NE upstream, smaller | whole | NE with the smaller | transfer ratio, of each seed |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for ranker, words in RANKERS.items():
         for row in rows:
             if row["ranker"] != ranker or row["name"] != "kuairand-stages":
                 continue
             gap, better = _gap(row["ne_with_minus_without"], "with", "without")
-            ne, ratio = row["ne"], row["transfer_ratio"]
+            ne = row["ne"]
             cells = [
                 *(words, row["task"], _mean(ne["ranker_without"]), _mean(ne["ranker_with"])),
-                *(gap, better, _mean(ne["upstream"])),
-                "n/a" if ratio is None else _figure(ratio, sign=True),
+                *(gap, better, _mean(ne["upstream_base"]), _mean(ne["upstream"])),
+                _mean(ne["ranker_with_base"]) if "ranker_with_base" in ne else "n/a",
+                _ratio(row),
             ]
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -69,12 +70,26 @@ def _gap(gap: dict[str, float], first: str, second: str) -> tuple[str, str]:
     return f"{middle} ({low} to {high})", better
 
 
+def _ratio(row: dict[str, Any]) -> str:
+    """The ratio of the mean gains, and those of the seeds where each upstream model gains."""
+    if row["transfer_ratio"] is None:
+        return "n/a"
+    below = "ranker_with_base" if "ranker_with_base" in row["ne"] else "ranker_without"
+    sides = (below, "ranker_with", "upstream_base", "upstream")
+    seeds = zip(*(row["ne"][side]["seeds"] for side in sides), strict=True)
+    each = [
+        _figure((before - after) / (low - high), sign=True, digits=2) if low > high else "n/a"
+        for before, after, low, high in seeds
+    ]
+    return f"{_figure(row['transfer_ratio'], sign=True, digits=2)} ({', '.join(each)})"
+
+
 def _mean(found: dict[str, Any]) -> str:
     return f"{_figure(found['mean'])} ± {_figure(found['half_range'])}"
 
 
-def _figure(value: float, *, sign: bool = False) -> str:
-    return re.sub(r"^([+-]?)0\.", r"\1.", f"{value:{'+' if sign else ''}.4f}")
+def _figure(value: float, *, sign: bool = False, digits: int = 4) -> str:
+    return re.sub(r"^([+-]?)0\.", r"\1.", f"{value:{'+' if sign else ''}.{digits}f}")
 
 
 def read_rows(path: Path) -> Rows:

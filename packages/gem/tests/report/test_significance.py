@@ -122,5 +122,7 @@ def test_runs_that_cannot_be_compared_say_why(several):
     predict(several / "one", 0.0)
     predict(several / "slow", 0.0, rows=ROWS - 1)
     assert "must be on the same rows" in report_html(runs)
+    predict(several / "slow", 0.0, seed=5)  # other labels of the same rows
+    assert "must have the same labels" in report_html(runs)
     assert "More than chance?" not in report_html([runs[0], read_run(several / "two")])
     Page(report_html(runs))

@@ -15,7 +15,7 @@ from gem import faults
 from gem.cli import app
 from gem.config import load_recipe
 from gem.scaling import ladder, picture, processes
-from gem.scaling.gains import gains, synergy
+from gem.scaling.gains import falling, gains, synergy
 from gem.scaling.read import ladders_of, read_ladder, shipped_ladders
 from gem.scaling.rung import RungJob, _ne, planted_flops, planted_schema, rung_config, train_rung
 from gem.scaling.spec import PlantedSpec, ScalingSpec
@@ -207,6 +207,40 @@ def test_the_error_of_a_gain_is_that_of_its_seeds(trained, tmp_path, monkeypatch
     (gain,) = (gain for gain in gains(found, "click") if gain.ladder == "length")
     assert gain.error == pytest.approx(4e-3)
     assert synergy(found, "click") is None
+
+
+def test_a_ladder_cut_off_between_its_seeds_gains_nothing_yet(trained, tmp_path, monkeypatch):
+    """Its first rung is there with one seed, its last with another: nothing can be paired."""
+    out = tmp_path / "out"
+    ladder.climb(spec(seeds=(1, 2)), out)
+    for name in ("length.4.seed-1", "length.8.seed-2"):
+        (out / "rungs" / f"{name}.json").unlink()
+    monkeypatch.setattr(processes, "train_rung", lambda job: 1 / 0)
+    with pytest.raises(ZeroDivisionError):  # the next of them, when the law is written again
+        ladder.climb(spec(seeds=(1, 2)), out)
+    found = json.loads((out / "scaling.json").read_text())
+    assert [gain.ladder for gain in gains(found, "click")] == ["together"]
+
+
+def test_rungs_of_the_law_tell_how_much_they_still_fell(trained, tmp_path, monkeypatch):
+    there = processes.train_rung
+
+    def train(job):
+        found, last = there(job), 1e-3 * float(job.rung) * job.seed
+        return found | {
+            "ne_while_training": [0.9, found["ne"]["click"] + last, found["ne"]["click"]]
+        }
+
+    monkeypatch.setattr(processes, "train_rung", train)
+    found = ladder.climb(spec(seeds=(1, 3)), tmp_path / "out")
+    fifth = [r for r in found["rungs"] if (r["ladder"], r["rung"]) == ("together", "5")]
+    assert falling(fifth) == pytest.approx(1e-2)
+    told = "still fell: 1 by 0.00200, 2 by 0.00400, 3 by 0.00600, 4 by 0.00800, 5 by 0.01000."
+    assert told in picture.law_words(found)[2]
+    assert told in (tmp_path / "out/report.html").read_text()
+    # Of a rung without a curve, or of a single part, nothing is said.
+    assert falling([fifth[0], {"ne": {}}]) is None
+    assert falling([fifth[0] | {"ne_while_training": [0.9]}]) is None
 
 
 def test_processes_are_dealt_to_gpus_evenly():

@@ -1,5 +1,6 @@
 """User embeddings in time: no leak, the same bytes in one go or in several, clear refusals."""
 
+import io
 import json
 import shutil
 from collections import Counter
@@ -7,19 +8,21 @@ from collections import Counter
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from rich.console import Console
 
 from gem.data.dataset import Dataset
 from gem.data.embedding_files import read_manifest, read_parts
 from gem.data.prepare import default_folder
 from gem.model.gem import GemModel
 from gem.stages.embed import Refresh, embed_users
+from gem.train.averages import averaged_weights
 from gem.train.held_out import evaluate_folder
 from gem.train.loop import train
 from gem.train.predict import predict
+from gem.train.progress import Display
 from gem.train.run_folder import read_run_config
 from gem.train.saved_run import saved_run
 from gem.train.snapshots import snapshots
-from gem.train.step import averaged_weights
 from gem_opkit.errors import ConfigError, DataError, UnsupportedError
 
 USER = (
@@ -288,7 +291,10 @@ def test_a_student_learns_from_logged_predictions_and_begins_with_a_teachers_tab
     for task in ("click", "conversion"):
         assert parts["test"][task]["ne"] == pytest.approx(one["test"][task]["ne"], abs=2e-4)
     started = tiny(f'train.start_tables={{run="{run}", tables=["item"]}}', "train.tables.lr=1e-12")
-    train(started, tmp_path / "started", data_root=data_root)
+    said = io.StringIO()
+    display = Display(Console(file=said, width=300))
+    train(started, tmp_path / "started", display=display, data_root=data_root)
+    assert "warning: progressive metrics are too good wherever that run has" in said.getvalue()
     with (
         saved_run(tmp_path / "started", command="t", display=None, data_root=data_root) as own,
         saved_run(run, command="t", display=None, data_root=data_root) as other,

@@ -91,6 +91,12 @@ def test_both_stages_are_trained_and_compared(here, tmp_path, monkeypatch):
         [task_losses(Path("out/short-without-1"), "click")],
     )
     assert own["ne_with_minus_without"] == against
+    from_base = paired_bootstrap(
+        [task_losses(Path("out/short-with-upstream-1"), "click")],
+        [task_losses(Path("out/short-with-base-1"), "click")],
+    )
+    assert own["ne_with_minus_with_base"] == from_base
+    assert from_base["ne_difference"] == pytest.approx(-ranker)
     known = found["rankers"]["short"]["embeddings"][0]
     assert known["test"]["upstream"]["known_frac"] > known["train"]["upstream"]["known_frac"]
     write_stages(found, asked, Path("results"))

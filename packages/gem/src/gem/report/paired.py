@@ -140,7 +140,7 @@ def paired_bootstraps(
         one comparison for each model, the same as alone.
 
     Raises:
-        DataError: the runs are not on the same rows.
+        DataError: the runs are not on the same rows, or these have other labels in one of them.
 
     Cost: about a second for 10,000 rows, whatever the number of models.
     """
@@ -156,6 +156,16 @@ def paired_bootstraps(
             )
         )
     label = base[0]["label"]
+    if any(not np.array_equal(run["label"], label) for runs in (*several, base) for run in runs):
+        raise DataError(
+            refusal(
+                "paired_bootstrap",
+                "runs",
+                must="have the same labels, as a loss on others does not compare",
+                got="a row with one label here and another one there",
+                fix="compare runs on one data set and task",
+            )
+        )
     own = np.mean([run["loss"] for run in base], axis=0)
     gaps = [np.mean([run["loss"] for run in runs], axis=0) - own for runs in several]
     columns = np.stack([label, *gaps], axis=1)

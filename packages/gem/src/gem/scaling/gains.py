@@ -1,7 +1,7 @@
 """What each direction of growth takes off NE, alone and together with the others. Torch-free."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -59,14 +59,16 @@ def gains(found: Mapping[str, Any], task: str) -> list[Gain]:
         task: whose NE.
 
     Returns:
-        one a ladder of at least two rungs, in the order of the file.
+        one a ladder of at least two rungs, in the order of the file. A ladder that was cut off
+        before any seed had both of them is left out.
     """
     own = {name: _rungs(found, name) for name in dict.fromkeys(r["ladder"] for r in found["rungs"])}
-    return [
+    every = [
         _gain(found, task, name, rungs[0], rungs[-1])
         for name, rungs in own.items()
         if len(rungs) > 1
     ]
+    return [gain for gain in every if gain is not None]
 
 
 def synergy(found: Mapping[str, Any], task: str) -> Synergy | None:
@@ -93,19 +95,37 @@ def synergy(found: Mapping[str, Any], task: str) -> Synergy | None:
         return None
     (start,) = starts
     alone = tuple(gain for gain in gains(found, task) if gain.ladder in begins)
-    return Synergy(alone, _gain(found, task, law, start, _rungs(found, law)[-1]))
+    together = _gain(found, task, law, start, _rungs(found, law)[-1])
+    return None if together is None else Synergy(alone, together)
+
+
+def falling(rungs: Sequence[Mapping[str, Any]]) -> float | None:
+    """How much NE still fell while a rung was trained, from the last part but one to the last.
+
+    Args:
+        rungs: the seeds of one rung.
+
+    Returns:
+        the mean over seeds; None where a rung has no NE of parts of its training.
+    """
+    parts = [rung.get("ne_while_training") or [] for rung in rungs]
+    if any(len(own) < 2 or None in own[-2:] for own in parts):
+        return None
+    return fmean(own[-2] - own[-1] for own in parts)
 
 
 def _rungs(found: Mapping[str, Any], ladder: str) -> list[str]:
     return list(dict.fromkeys(r["rung"] for r in found["rungs"] if r["ladder"] == ladder))
 
 
-def _gain(found: Mapping[str, Any], task: str, ladder: str, first: str, last: str) -> Gain:
+def _gain(found: Mapping[str, Any], task: str, ladder: str, first: str, last: str) -> Gain | None:
     low, high = (
         {r["seed"]: r for r in found["rungs"] if (r["ladder"], r["rung"]) == (ladder, name)}
         for name in (first, last)
     )
     both = [seed for seed in low if seed in high]
+    if not both:  # cut off
+        return None
     falls = [low[seed]["ne"][task] - high[seed]["ne"][task] for seed in both]
     cost = fmean(high[seed]["flops_per_example"] for seed in both) / fmean(
         low[seed]["flops_per_example"] for seed in both

@@ -10,7 +10,7 @@ from typing import Any
 from gem.report.figure import Figure, Safe
 from gem.report.svg import FULL, NARROW, Axis, Plot, Size
 from gem.report.words import short
-from gem.scaling.gains import gains, synergy
+from gem.scaling.gains import falling, gains, synergy
 from gem.scaling.law import Law
 
 # Of an SVG that stands alone: the light colours of the page.
@@ -24,7 +24,10 @@ svg.plot{background:#fff;font-family:sans-serif}text{font-size:12px;fill:#5b6470
 .dot.c4{fill:#c42f55}.dot.c5{fill:#6d7410}
 """
 _STEPS = 40
-_RUNG_COLUMNS = ("ladder", "rung", "FLOPs an example", "NE", "seeds", "parameters", "settings")
+_RUNG_COLUMNS = (
+    *("ladder", "rung", "FLOPs an example", "NE", "still fell by", "seeds", "parameters"),
+    "settings",
+)
 GAIN_COLUMNS = ("ladder", "from", "to", "FLOPs", "NE falls by", "per e-fold of FLOPs")
 
 
@@ -95,6 +98,23 @@ def law_words(found: Mapping[str, Any]) -> list[str]:
         f"Rung {said['rung']} of {said['flops_per_example']:.4g} FLOPs an example was predicted at "
         f"{said['ne']:.5f}, {said['low']:.5f} to {said['high']:.5f} ({share}), before it was run; "
         f"it came out at {came['ne']:.5f}, {'within' if came['inside'] else 'outside'} the band.",
+        *_falling_words(found),
+    ]
+
+
+def _falling_words(found: Mapping[str, Any]) -> list[str]:
+    """Whether the rungs of the law were trained alike, as far as their curves tell."""
+    ladder = found["spec"]["law"]
+    own = [rung for rung in found["rungs"] if rung["ladder"] == ladder]
+    names = dict.fromkeys(rung["rung"] for rung in own)
+    fell = {name: falling([r for r in own if r["rung"] == name]) for name in names}
+    told = [f"{name} by {value:.5f}" for name, value in fell.items() if value is not None]
+    if len(told) < len(fell):
+        return []
+    return [
+        f"From the last part but one of training to the last, NE of the rungs of {ladder} still "
+        f"fell: {', '.join(told)}. A rung that falls faster than those below is trained less than "
+        f"they are."
     ]
 
 
@@ -247,13 +267,14 @@ def _table(found: Mapping[str, Any]) -> Sequence[tuple[str, ...]]:
     for ladder in _ladders(found):
         for rung, flops, ne in _points(found, ladder, task):
             own = [r for r in found["rungs"] if (r["ladder"], r["rung"]) == (ladder, rung)]
-            size = own[0].get("parameters")
+            size, fell = own[0].get("parameters"), falling(own)
             rows.append(
                 (
                     ladder,
                     rung,
                     f"{flops:.5g}",
                     f"{ne:.5f}",
+                    "–" if fell is None else f"{fell:.5f}",
                     str(len(own)),
                     "–" if size is None else f"{short(size['dense'])} + {short(size['tables'])}",
                     " ".join(_settings(own[0])) or "–",

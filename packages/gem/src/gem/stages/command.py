@@ -90,7 +90,8 @@ def run_stages(asked: Stages, told: Told) -> dict[str, Any]:
     Returns:
         ``{name, seeds, upstream_recipe, dataset, device, gains_from, rankers -> {recipe, settings,
         embeddings, tasks -> {ne, ne_with_minus_without, upstream_gain, ranker_gain,
-        transfer_ratio, why_no_ratio}}}``.
+        transfer_ratio, why_no_ratio}}}``; with a smaller upstream model a task also has
+        ``ne_with_minus_with_base``, the paired interval of the ranker's gain.
 
     Raises:
         DataError: a run failed.
@@ -251,11 +252,15 @@ def _compared(asked: Stages, name: str, runs: _Runs, task: str) -> dict[str, Any
     if runs.reading_below is not None:
         ne["ranker_with_base"] = _ne(runs.reading_below, task)
     reading = _losses(asked, _ranker_name(name, "upstream"), task)
+    gaps: dict[str, str | None] = {"ne_with_minus_without": None}
+    if runs.reading_below is not None:
+        gaps["ne_with_minus_with_base"] = "base"
     return {
         "ne": {key: _told(values) for key, values in ne.items()},
-        "ne_with_minus_without": paired_bootstrap(
-            reading, _losses(asked, _ranker_name(name, None), task)
-        ),
+        **{
+            key: paired_bootstrap(reading, _losses(asked, _ranker_name(name, other), task))
+            for key, other in gaps.items()
+        },
         **_transfer(ne, has_base=runs.below is not None),
     }
 

@@ -27,12 +27,12 @@ from gem.data.whole_folder import is_free
 from gem.model.gem import GemModel
 from gem.model.spec import GemSpec
 from gem.model.transfer_spec import UserModelSpec
+from gem.train.averages import averaged_weights
 from gem.train.model_fingerprint import fingerprint_of
 from gem.train.progress import Display
 from gem.train.run import DATA_ROOT, Run
 from gem.train.saved_run import saved_run
 from gem.train.snapshots import Loaded, Snapshot, newest_before, snapshots
-from gem.train.step import averaged_weights
 from gem_opkit.errors import ConfigError, UnsupportedError, refusal
 
 _COMMAND = "gem predict"
