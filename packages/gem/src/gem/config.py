@@ -20,7 +20,8 @@ from gem.data.features import DataSpec
 from gem.data.toml_text import toml_text
 from gem.model.model_presets import PRESET_KEY, preset_keys
 from gem.model.spec import GemSpec, ModelSpec
-from gem.train.spec import MemorySpec, ParallelSpec, TrainSpec
+from gem.train.parallel_spec import ParallelSpec
+from gem.train.spec import MemorySpec, TrainSpec
 from gem_opkit.contract import Contract
 from gem_opkit.errors import ConfigError, UnsupportedError, refusal
 from gem_precision.contract import PrecisionRecipe
@@ -102,6 +103,25 @@ class RunConfig(Contract):
                     "keeps its rows",
                 )
             )
+        return self
+
+    @model_validator(mode="after")
+    def _newton_has_no_rate(self) -> Self:
+        """A map that learns by Newton's method heeds no learning rate."""
+        if not isinstance(self.model, GemSpec) or self.model.numbers.shortcut_rule != "newton":
+            return self
+        for prefix in self.train.dense.lr_factors:
+            if prefix.partition(".")[0] == "shortcut":
+                raise ConfigError(
+                    refusal(
+                        "recipe",
+                        f"train.dense.lr_factors.{prefix}",
+                        must='be left out with model.numbers.shortcut_rule = "newton", which has '
+                        "no learning rate",
+                        got=self.train.dense.lr_factors[prefix],
+                        fix="remove it, or set model.numbers.shortcut_prior",
+                    )
+                )
         return self
 
     @model_validator(mode="after")

@@ -110,6 +110,14 @@ def test_names_of_one_folder_are_refused(names, tmp_path):
         read_variants(path)
 
 
+@pytest.mark.parametrize("name", ["a | b", "a\\nb"])
+def test_a_name_that_would_break_the_table_is_refused(name, tmp_path):
+    path = tmp_path / "variants.toml"
+    path.write_text(f'[variants]\n"{name}" = []\n')
+    with pytest.raises(ConfigError, match="must have names in one line"):
+        read_variants(path)
+
+
 @pytest.mark.parametrize(
     ("value", "sign", "text"),
     [
@@ -195,8 +203,10 @@ def test_finished_runs_are_kept_and_other_settings_refused(trained, monkeypatch)
     assert run_ablation(asked, told.append) == rows
     assert told == ["4 runs, 0 of them to be trained"]
     more = Ablation(asked.recipe, asked.variants, ("train.dense.lr=0.5",), asked.seeds, asked.out)
-    with pytest.raises(ConfigError, match=r"must equal .*train\.dense\.lr"):
-        run_ablation(more, told.append)
+    # Compared as they lie there, their rows would name settings that nobody trained with.
+    for make in (run_ablation, compared):
+        with pytest.raises(ConfigError, match=r"must equal .*train\.dense\.lr"):
+            make(more, told.append)
 
 
 class Process:

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import gem.bench.endure
+from gem.bench.asked import Asked, recipe_of
 from gem.bench.check import CheckReport, check, compare, planted_batch, trajectory
 from gem.bench.command import check_text, endured_text
 from gem.bench.endure import endure
-from gem.bench.measure import Asked, recipe_of
 from gem.bench.rows import write_check, write_endured
 from gem.planning.schema import declared_schema
 from gem_opkit.errors import UnsupportedError

@@ -14,8 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import gem.bench.measure
 from gem import cli
+from gem.bench.asked import Asked, recipe_of
 from gem.bench.kept import kept_for_backward
-from gem.bench.measure import Asked, measure
+from gem.bench.measure import measure
 from gem.bench.page import as_text
 from gem.bench.picture import picture
 from gem.bench.regions import region_flops
@@ -233,7 +234,7 @@ def test_balanced_batches_are_dealt_as_a_reader_deals_them():
         found = []
         for rank in range(2):
             world = World(rank=rank, size=2)
-            config = gem.bench.measure.recipe_of(asked, world)
+            config = recipe_of(asked, world)
             schema = declared_schema(config)
             batches = gem.bench.measure._batches(asked, config, schema, world)
             flops = [batch_flops(config.model, schema, batch).total for batch in batches]

@@ -12,7 +12,7 @@ from gem.config import parse_recipe
 from gem.model.build import build_model, overlap_sides, refuse_cut_sides
 from gem.model.gem import GemLayer
 from gem.model.spec import GemSpec
-from gem.train.spec import ParallelSpec
+from gem.train.parallel_spec import ParallelSpec
 from gem_opkit.errors import UnsupportedError
 from gem_parallel.side_stream import SideStream
 from gem_parallel.testing import one_rank_group

@@ -1,8 +1,14 @@
 """One finished run that many tests compare with or copy. Nobody writes into it."""
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from gem.train.loop import train
+
+# For the modules beside the tests: same_run, dying_run.
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ from gem.train.loop import train
 from gem.train.progress import Display
 from gem.train.run import build_run, torch_settings
 from gem.train.run_log import METRICS_FILE
-from gem.train.step import plan_of
+from gem.train.run_plan import plan_of
 from gem_opkit.errors import ConfigError
 from gem_parallel.collectives import all_reduce_sum
 from gem_parallel.launch import World

@@ -228,3 +228,16 @@ def test_a_write_that_failed_for_no_reason_given_is_laid_to_a_full_disk(
         raise fault
     assert isinstance(caught.value, DataError) == (free == 0)
     assert not partial.exists()
+
+
+def test_what_a_killed_run_had_begun_to_remove_goes_though_nothing_is_left_to_write(
+    tiny, unbroken, data_root, tmp_path
+):
+    folder = tmp_path / "run"
+    shutil.copytree(unbroken[0], folder)
+    half = folder / CHECKPOINTS / "partial-step-6"
+    shutil.copytree(folder / CHECKPOINTS / "step-6", half)
+    (half / "manifest.json").unlink()
+    train(tiny(), folder, resume=True, data_root=data_root)
+    assert not half.exists()
+    assert (folder / CHECKPOINTS / "step-6").exists()

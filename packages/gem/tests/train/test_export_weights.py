@@ -10,11 +10,11 @@ from safetensors.torch import load_file
 from gem.data.prepare import default_folder
 from gem.data.reader import open_reader
 from gem.model.build import build_model
+from gem.train.averages import averaged_weights
 from gem.train.export_weights import export_weights
 from gem.train.loop import train
 from gem.train.run_folder import CHECKPOINTS
 from gem.train.saved_run import saved_run
-from gem.train.step import averaged_weights
 from gem_opkit.errors import ConfigError, DataError
 
 

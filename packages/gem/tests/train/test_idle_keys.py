@@ -9,9 +9,9 @@ from gem.dry_run.build import build_step
 from gem.planning.schema import declared_schema
 from gem.train.clock import StepClock
 from gem.train.idle_keys import idle_keys, refuse_copies
+from gem.train.parallel_spec import ParallelSpec
 from gem.train.progress import Display
 from gem.train.run import build_run
-from gem.train.spec import ParallelSpec
 from gem_opkit.errors import UnsupportedError
 from gem_parallel.launch import World
 

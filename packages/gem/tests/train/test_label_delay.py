@@ -16,6 +16,7 @@ from gem.data.prepare import default_folder, provide
 from gem.data.reader import open_reader
 from gem.model.heads import probabilities
 from gem.train import loop, scored_in_time
+from gem.train.guard import Guard
 from gem.train.label_delay import scored_before, waits
 from gem.train.loop import train
 from gem.train.progress import Display
@@ -42,7 +43,11 @@ def opened(run):
 
 
 def by_hand(times, batch, delay, behind):
-    """Steps, and what has been scored before each, by going through time."""
+    """Steps, and what has been scored before each, by going through time.
+
+    A label that comes at once is known to whoever comes strictly later, as everywhere.
+    """
+    delay = max(delay, 1)
     batches = [times[at : at + batch] for at in range(0, len(times), batch)]
     trained = [j for j, rows in enumerate(batches) if behind is None or rows[-1] + delay <= behind]
     scored = []
@@ -65,6 +70,14 @@ def test_the_plan_is_what_time_says(delay, behind, rng):
             : found.steps
         ]
         assert scored_before(found, found.steps) == found.batches
+
+
+def test_labels_that_come_at_once_are_not_known_to_rows_of_the_same_time():
+    times = np.array([0, 5, 5, 5, 5, 9])
+    found = waits(times, 2, 0, None)
+    assert found.scored_S.tolist() == [3, 3, 3]
+    assert waits(times, 2, 0, 9).steps == 2
+    assert waits(times, 2, 0, 10).steps == 3
 
 
 def come_after(folder, delay_ms):
@@ -166,6 +179,39 @@ def test_a_resumed_run_is_the_unbroken_one(waited, tmp_path, back):
     assert again["steps"] == summary["steps"]
 
 
+@pytest.mark.parametrize("every", [1, 99])
+@pytest.mark.parametrize("at", [0, 2, 4])
+def test_a_run_that_a_faulty_step_stopped_scores_no_row_twice(
+    late, waited, tiny, tmp_path, monkeypatch, at, every
+):
+    _, summary, seen, _ = waited
+    saves = f"train.checkpoint_every_steps={every}"
+    config = tiny(f'data.folder="{late[0]}"', WAIT, *EVERY_STEP, saves)
+    with monkeypatch.context() as patch:
+        judged = iter(range(BATCHES))
+        plain = Guard.judge
+
+        def judge(guard, loss, finite):
+            return plain(guard, loss * float("nan") if next(judged) == at else loss, finite)
+
+        patch.setattr(Guard, "judge", judge)
+        with pytest.raises(DataError, match=f"in step {at + 1};"):
+            train(config, tmp_path / "run")
+    scored: list[int] = []
+    add = scored_in_time.add_scores
+    monkeypatch.setattr(
+        scored_in_time,
+        "add_scores",
+        lambda run, batch, p: (scored.append(int(batch.row_B[0])), add(run, batch, p))[1],
+    )
+    again = train(config, tmp_path / "run", resume=True)
+    assert {k: again[k] for k in PERIODS} == {k: summary[k] for k in PERIODS}
+    # What was scored before the step that stopped it is in its checkpoint; without one all begins
+    # anew.
+    done = sum(taken <= at for _, taken, _ in seen) if at else 0
+    assert scored == [row for row, _, _ in seen[done:]]
+
+
 def on_a_rank(world: World, config: RunConfig, folder):
     @contextmanager
     def these_ranks(_):
@@ -193,10 +239,18 @@ def test_without_a_delay_every_row_is_scored_and_trained_on(late, tiny, tmp_path
     taken: list[int] = []
     plain = TrainStep.__call__
     monkeypatch.setattr(TrainStep, "__call__", lambda s, b, k: (taken.append(k), plain(s, b, k))[1])
-    settings = (f'data.folder="{folder}"', "model.dropout=0.0")
+    # Batches between which time goes on: rows of one time do not know each other's labels.
+    size, times = 48, late[1]
+    edges = np.arange(size, len(times), size)
+    assert (times[edges] > times[edges - 1]).all()
+    settings = (
+        f'data.folder="{folder}"',
+        *("model.dropout=0.0", f"train.batch_examples={size}"),
+    )
     one = train(tiny(*settings, WAIT), tmp_path / "wait")
     two = train(tiny(*settings), tmp_path / "none")
-    assert taken == [*range(BATCHES), *range(BATCHES)]
+    batches = len(edges) + 1
+    assert taken == [*range(batches), *range(batches)]
     for period in PERIODS:
         for task, found in two[period].items():
             assert one[period][task]["ne"] == pytest.approx(found["ne"], rel=1e-6)

@@ -3,13 +3,12 @@
 import json
 import re
 import shutil
-import warnings
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from same_run import final_tensors, log_rows, results
 from sklearn.metrics import log_loss, roc_auc_score
 
 from gem.data.prepare import default_folder
@@ -20,31 +19,8 @@ from gem.train.interrupt import Interrupted
 from gem.train.loop import train
 from gem.train.normalized_entropy import binary_entropy
 from gem.train.run_folder import CHECKPOINTS, check_folder, held_folder
-from gem.train.run_log import METRICS_FILE
 from gem_opkit.errors import ConfigError, DataError
 from gem_parallel.launch import World
-
-WALL_CLOCK = ("examples_per_s", "time_frac", "model_tflops_per_s", "e2e_mfu")
-RESULTS = ("steps", "examples", "progressive", "valid", "test", "efficiency")
-
-
-def results(summary):
-    return {key: summary[key] for key in RESULTS}
-
-
-def log_rows(folder):
-    rows = [json.loads(line) for line in (folder / METRICS_FILE).read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k not in WALL_CLOCK} for row in rows]
-
-
-def final_tensors(folder):
-    newest = latest_complete(folder / CHECKPOINTS)
-    stored = dcp.FileSystemReader(newest).read_metadata().state_dict_metadata
-    tensors = {k: torch.zeros(v.size, dtype=v.properties.dtype) for k, v in stored.items()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.load(tensors, storage_reader=dcp.FileSystemReader(newest), no_dist=True)
-    return tensors
 
 
 def diagnostics(folder):

@@ -133,29 +133,37 @@ def test_a_resumed_run_is_the_unbroken_one_and_parts_are_the_whole(tiny, data_ro
         assert four[period]["click"]["ne"] == pytest.approx(one[period]["click"]["ne"], rel=1e-5)
 
 
-def test_a_step_that_is_left_out_leaves_no_trace(tiny, data_root, tmp_path, monkeypatch):
+# Where the map is 0 still, loss and gradients are finite, and the squares of the curvature are not.
+@pytest.mark.parametrize(("wrong", "at"), [(float("nan"), 4), (1e20, 0)])
+def test_a_step_that_is_left_out_leaves_no_trace(tiny, data_root, tmp_path, monkeypatch, wrong, at):
     """Its rows are not in the curvature, and the map stays."""
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
     plain = step_module.TrainStep.__call__
 
-    def spoiling(step, batch, number):
-        if number == 4:
-            batch = replace(batch, numbers_BD=batch.numbers_BD.clone().fill_(float("nan")))
-        scored = plain(step, batch, number)
+    def held(step):
         weight = step.newton.weight_AD
-        seen.append((weight.detach().clone(), step.newton.state[weight]["curvature"].clone()))
+        return weight.detach().clone(), step.newton.state[weight]["curvature"].clone()
+
+    def spoiling(step, batch, number):
+        seen[:] = seen or [held(step)]
+        if number == at:
+            batch = replace(batch, numbers_BD=batch.numbers_BD.clone().fill_(wrong))
+        scored = plain(step, batch, number)
+        seen.append(held(step))
         return scored
 
     monkeypatch.setattr(step_module.TrainStep, "__call__", spoiling)
-    config = tiny(NEWTON, "train.guard.nonfinite=skip")
+    # The map alone reads the numbers.
+    alone = ("model.numbers.tokens=0", "model.numbers.trunk=false")
+    config = tiny(NEWTON, *alone, "train.guard.nonfinite=skip")
     assert train(config, tmp_path, data_root=data_root)["training"]["skipped_steps"] == 1
-    for one, other in zip(seen[3], seen[4], strict=True):
+    for one, other in zip(seen[at], seen[at + 1], strict=True):
         assert torch.equal(one, other)
-    for one, other in zip(seen[4], seen[5], strict=True):
+    for one, other in zip(seen[at + 1], seen[at + 2], strict=True):
         assert not torch.equal(one, other) and torch.isfinite(other).all()
 
 
-def test_several_ranks_and_no_shortcut_are_refused(tiny):
+def test_what_does_not_go_with_it_is_refused(tiny):
     model = SimpleNamespace(shortcut=SimpleNamespace(linear=nn.Linear(2, 1, bias=False), gain=1.0))
     with pytest.raises(UnsupportedError, match='shortcut_rule must be "gradient" on several ranks'):
         newton.newton_map(tiny(NEWTON), model, (1.0,), ranks=2)
@@ -163,4 +171,12 @@ def test_several_ranks_and_no_shortcut_are_refused(tiny):
         tiny(NEWTON, "model.numbers.shortcut=false")
     with pytest.raises(ConfigError, match='shortcut_prior must come with shortcut_rule = "newton"'):
         tiny("model.numbers.shortcut_prior=1.0")
+    with pytest.raises(ConfigError, match=r"lr_factors\.shortcut\.linear must be left out with"):
+        tiny(NEWTON, 'train.dense.lr_factors={"shortcut.linear"=2.0}')
+    none = SimpleNamespace(shortcut=None)
+    with pytest.raises(ConfigError, match=r"without a linear map .* got .* no numbers to read"):
+        newton.newton_map(tiny(NEWTON), none, (1.0,), ranks=1)
+    users = tiny(NEWTON, "model.user_model.width=4", "model.stream.target_tokens=0")
+    with pytest.raises(ConfigError, match=r"without a linear map .* got .* a model of users"):
+        newton.newton_map(users, none, (1.0,), ranks=1)
     assert newton.newton_map(tiny(), model, (1.0,), ranks=2) is None

@@ -15,6 +15,7 @@ from sklearn.metrics import log_loss, roc_auc_score
 from gem.data.dataset import Dataset
 from gem.data.prepare import default_folder
 from gem.data.schema import BatchSchema
+from gem.train.averages import averaged_weights
 from gem.train.evaluate import ParquetRows, Predictions, PredictionsFile
 from gem.train.held_out import evaluate_folder
 from gem.train.loop import train
@@ -23,7 +24,6 @@ from gem.train.progress import Display
 from gem.train.run import PREDICTIONS_FILE
 from gem.train.run_folder import CHECKPOINTS
 from gem.train.saved_run import saved_run
-from gem.train.step import averaged_weights
 from gem_opkit.errors import ConfigError, DataError
 
 TASKS = ("click", "conversion")

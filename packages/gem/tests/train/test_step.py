@@ -9,8 +9,9 @@ from gem.config import RunConfig
 from gem.data.prepare import default_folder, prepare
 from gem.data.reader import open_reader
 from gem.model.build import build_model
+from gem.train.averages import averaged_weights
 from gem.train.clock import SECTIONS, StepClock
-from gem.train.step import TrainStep, averaged_weights, dense_optimizer, probabilities
+from gem.train.step import TrainStep, dense_optimizer, probabilities
 from gem_opkit.errors import ConfigError
 from gem_parallel.launch import World
 from gem_parallel.testing import run_ranks

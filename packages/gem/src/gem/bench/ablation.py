@@ -186,6 +186,8 @@ def compared(asked: Ablation, told: Callable[[str], None]) -> list[dict[str, Any
         as `run_ablation`.
 
     Raises:
+        ConfigError: a finished run has other settings than those that are asked for, which its row
+            would name.
         DataError: the recipe itself is not finished with every seed.
     """
     summaries: dict[str, list[dict[str, Any]]] = {}
@@ -205,6 +207,8 @@ def compared(asked: Ablation, told: Callable[[str], None]) -> list[dict[str, Any
         if missing:
             told(f"{variant.name}: left out, {len(missing)} of {len(folders)} runs not finished")
             continue
+        for seed, folder in zip(asked.seeds, folders, strict=True):
+            check_folder(_config(asked, variant, seed), folder, resume=True)
         own = [json.loads((f / _SUMMARY).read_text(encoding="utf-8")) for f in folders]
         summaries[variant.name] = own
     there = [variant for variant in asked.variants if variant.name in summaries]

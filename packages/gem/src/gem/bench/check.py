@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from pydantic import Field
 
-from gem.bench.measure import Asked, recipe_of
+from gem.bench.asked import Asked, recipe_of
 from gem.config import RunConfig
 from gem.data.batch import ExampleBatch
 from gem.data.schema import BatchSchema

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import cast, get_args
 
+from gem.bench.asked import Asked, Where, recipe_of
 from gem.bench.check import CheckReport, check
 from gem.bench.endure import EndureReport, endure
-from gem.bench.measure import Asked, Where, measure, recipe_of
+from gem.bench.measure import measure
 from gem.bench.picture import picture
 from gem.bench.rows import write_check, write_endured, write_row
 from gem.bench.schema import StepReport

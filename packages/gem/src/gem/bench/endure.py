@@ -12,8 +12,8 @@ from statistics import mean
 import torch
 from pydantic import Field
 
+from gem.bench.asked import Asked, recipe_of
 from gem.bench.check import planted_batch
-from gem.bench.measure import Asked, recipe_of
 from gem.data.batch import ExampleBatch
 from gem.data.schema import BatchSchema
 from gem.dry_run.build import build_step

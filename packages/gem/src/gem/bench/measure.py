@@ -10,21 +10,21 @@ of the first steps must be finite and near what an untrained model has.
 
 import gc
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle
 from statistics import mean, median
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from gem.bench.kept import kept_for_backward
+from gem.bench.asked import Asked, Where, recipe_of
 from gem.bench.record import profile_of, record
 from gem.bench.regions import ModuleRanges, RegionFlops, region_flops
 from gem.bench.schema import Efficiency, Profile, StepMemory, StepReport
-from gem.config import RunConfig, load_recipe
+from gem.bench.step_memory import step_memory
+from gem.config import RunConfig
 from gem.data.batch import ExampleBatch
 from gem.data.dealing import Balance
 from gem.data.schema import BatchSchema
@@ -37,19 +37,18 @@ from gem.train.clock import StepClock
 from gem.train.guard import Guard
 from gem.train.idle_keys import idle_keys
 from gem.train.inputs_ahead import Arrived, copied_ahead
-from gem.train.local_tensors import local_part
 from gem.train.loop_state import LoopState
 from gem.train.mfu import efficiency
-from gem.train.step import TrainStep, plan_of
+from gem.train.run_plan import plan_of
+from gem.train.step import TrainStep
 from gem_opkit.bench import provenance
 from gem_opkit.ceilings import device_name, device_peak
 from gem_opkit.errors import MeasurementError, refusal
-from gem_opkit.impl import Impl, auto_means
+from gem_opkit.impl import auto_means
 from gem_parallel.balance.step import arrange
 from gem_parallel.collectives import all_reduce_sum, barrier
 from gem_parallel.launch import World
 
-Where = Literal["host", "device"]
 BATCHES, MOST_PARTS = 4, 16
 # Share by which the first loss may differ from that of the base rates: random logits, few labels.
 LOSS_BAND = 0.3
@@ -60,33 +59,6 @@ LEFT_OUT: dict[Where, str] = {
 }
 _OP = "gem bench step"
 _determinism: Any = torch.utils.deterministic  # its setting is a property that no checker sees
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What is to be measured.
-
-    Attributes:
-        recipe: name or path.
-        settings: keys of the recipe that are replaced.
-        plan: texts ``axis=size``.
-        examples: of a rank; None for the recipe's whole batch on each rank.
-        steps: that are timed, above 0.
-        warmup: steps before them, above 0.
-        profiled: steps that are profiled afterwards; 0 for none.
-        impl: what ``impl="auto"`` of every operator stands for.
-        batches: where they lie.
-    """
-
-    recipe: str
-    settings: tuple[str, ...] = ()
-    plan: tuple[str, ...] = ()
-    examples: int | None = None
-    steps: int = 20
-    warmup: int = 4
-    profiled: int = 3
-    impl: Impl = "auto"
-    batches: Where = "host"
 
 
 def measure(
@@ -132,27 +104,6 @@ def measure(
     finally:
         torch.use_deterministic_algorithms(before[0])
         _determinism.fill_uninitialized_memory = before[1]
-
-
-def recipe_of(asked: Asked, world: World, *further: str) -> RunConfig:
-    """Read the recipe as it is measured.
-
-    Args:
-        asked: recipe, settings, plan, and examples of a rank.
-        world: the ranks.
-        further: keys that are replaced on top.
-
-    Returns:
-        the config, its batch that of all ranks.
-    """
-    examples = asked.examples
-    if examples is None:
-        examples = load_recipe(asked.recipe, asked.settings).train.batch_examples
-    # A rank that holds a part of the tables draws rows by their place, so all do.
-    overrides = ["model.embeddings.initial_rows=by_place", *asked.settings]
-    overrides += [f"train.batch_examples={examples * world.size}"]
-    overrides += [f"parallel.{text}" for text in asked.plan]
-    return load_recipe(asked.recipe, [*overrides, *further])
 
 
 def _in_more_parts(asked: Asked, config: RunConfig, world: World) -> RunConfig:
@@ -280,7 +231,7 @@ class _Bench:
         self._demand_finite(all_loss, asked.warmup)
         step_ms, sections = list(clock.step_ms), dict(clock.seconds)
         profile = self._profile(step, arriving, clock, ranges)
-        memory = self._memory(step, peak_bytes)
+        memory = step_memory(step, self.batches[0], peak_bytes)
         _said(self.told, "profiled", world)
         ranges.remove()
         if look is not None:
@@ -372,52 +323,6 @@ class _Bench:
         peak = device_peak(device_name(self.world.device)).flops_per_s
         return profile_of(events, _mean_flops(counted), peak_flops_per_s=peak)
 
-    def _memory(self, step: TrainStep, peak_bytes: int | None) -> StepMemory:
-        parameters = _bytes([*step.dense.values(), *step.table_parameters, *_copies(step)])
-        if step.engine is not None:
-            engine: Any = step.engine  # a module, whose methods no checker sees
-            parameters += engine.resident_bytes()
-        state = [
-            value
-            for optimizer in step.optimizers.values()
-            for entry in optimizer.state.values()
-            for value in entry.values()
-            if isinstance(value, Tensor)
-        ]
-        optimizer_bytes = _bytes([*state, *step.ema.values()])
-        kept_bytes, ratio = None, None
-        if self.world.size == 1:
-            kept_bytes = self._kept(step)
-            if peak_bytes is not None:
-                ratio = peak_bytes / (parameters + optimizer_bytes + kept_bytes)
-        return StepMemory(
-            parameter_bytes=parameters,
-            optimizer_bytes=optimizer_bytes,
-            kept_bytes=kept_bytes,
-            peak_bytes=peak_bytes,
-            peak_ratio=ratio,
-        )
-
-    def _kept(self, step: TrainStep) -> int:
-        """Of the largest part of a batch, as the next part begins without it."""
-        given = [*step.model.parameters(), *step.model.buffers(), *_copies(step)]
-        batch = self.batches[0].to(self.world.device)
-        given += _tensors(batch)
-        largest = 0
-        with kept_for_backward(given) as kept:
-
-            def begin(module: nn.Module, inputs: Any) -> None:
-                nonlocal largest
-                largest = max(largest, kept.bytes)
-                kept.sizes.clear()
-
-            handle = step.wrapped.register_forward_pre_hook(begin)
-            try:
-                step(batch, 0)
-            finally:
-                handle.remove()
-            return max(largest, kept.bytes)
-
     def _report(
         self,
         step_ms: Sequence[float],
@@ -506,30 +411,6 @@ def _mean_flops(steps: Sequence[dict[str, RegionFlops]]) -> dict[str, RegionFlop
     return {
         name: RegionFlops(middle(name, "attention"), middle(name, "products")) for name in steps[0]
     }
-
-
-def _copies(step: TrainStep) -> list[Tensor]:
-    """Weights in half precision that the passes read, beside those that the optimizer moves."""
-    return [] if step.working is None else list(step.working.copies.values())
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    own = [local_part(tensor) for tensor in tensors]
-    return sum(tensor.numel() * tensor.element_size() for tensor in own)
-
-
-def _tensors(batch: ExampleBatch) -> list[Tensor]:
-    found = [value for value in _fields(batch) if isinstance(value, Tensor)]
-    for stream in batch.streams.values():
-        fields = [*stream.ids.values(), stream.numbers, stream.gap_seconds]
-        found += [own.values for own in fields] + [stream.numbers.offsets_O]
-    for ids in batch.ids.values():
-        found += [ids.values, ids.offsets_O]
-    return found
-
-
-def _fields(batch: ExampleBatch) -> list[Any]:
-    return [getattr(batch, name) for name in ExampleBatch.__slots__]
 
 
 def _losses_of_users(config: RunConfig) -> float:

@@ -204,6 +204,16 @@ def read_variants(path: Path) -> list[Variant]:
                     fix="rename it",
                 )
             )
+        if "|" in variant.name or not variant.name.isprintable():
+            raise ConfigError(
+                refusal(
+                    str(path),
+                    "variants",
+                    must='have names in one line without "|", as they are cells of a table',
+                    got=repr(variant.name),
+                    fix="rename it",
+                )
+            )
         taken.add(variant.folder)
     return [Variant(BASE, BASE), *own]
 

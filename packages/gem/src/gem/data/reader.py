@@ -15,17 +15,18 @@ from pathlib import Path
 import numpy as np
 
 from gem.data.as_of import AsOfReader
-from gem.data.assemble import Arrays, Assembler
+from gem.data.assemble import Assembler
 from gem.data.batch import ExampleBatch
 from gem.data.dataset import Dataset
-from gem.data.dealing import Balance, Dealer, in_batch_order, joined
+from gem.data.dealing import Balance, Dealer
 from gem.data.features import DatasetSpec, DataSpec, StreamRead
 from gem.data.file_versions import DataSetVersion, changed, data_set_version
 from gem.data.names import nearest
+from gem.data.reader_parts import ReaderParts
 from gem.data.schema import BatchSchema, VectorInput
 from gem.data.sources import Sources
-from gem.data.spans import Span, StepSpans
-from gem.data.statistics.engine import StatisticsBlock, StatisticsCursor, StatisticsEngine
+from gem.data.spans import StepSpans
+from gem.data.statistics.engine import StatisticsEngine
 from gem.data.stream_reader import StreamReader, id_input
 from gem.data.transforms import resolved_transforms
 from gem.data.workers import Crew
@@ -247,12 +248,19 @@ class Reader:
         if self._sources.data.workers:
             yield from self._through_workers(spans)
             return
-        here = ReaderParts(self)
+        here = self.parts()
         try:
             for span in spans:
                 yield self._assembler.batch(here.arrays(span), here.statistics(span))
         finally:
             here.release()
+
+    def parts(self) -> ReaderParts:
+        """Read the two parts of batches apart; for `gem.data.workers`."""
+        dealer = None
+        if self.balance is not None:
+            dealer = Dealer(self.balance, self._streams, self._rank, self._world_size)
+        return ReaderParts(self._assembler, self._statistics, dealer)
 
     def _through_workers(self, spans: StepSpans) -> Iterator[ExampleBatch]:
         crew = self._waiting_crew() or self._new_crew()
@@ -412,64 +420,6 @@ class Reader:
                 )
 
 
-class ReaderParts:
-    """The two parts of a reader's batches, for whoever puts them together.
-
-    Args:
-        reader: of the data set.
-    """
-
-    def __init__(self, reader: Reader) -> None:
-        self._assembler, self._engine = reader._assembler, reader._statistics
-        self._cursor: StatisticsCursor | None = None
-        self._dealer: Dealer | None = None
-        if reader.balance is not None:
-            self._dealer = Dealer(reader.balance, reader._streams, reader._rank, reader._world_size)
-
-    def arrays(self, span: Span) -> Arrays:
-        """What the log says of the rows.
-
-        Args:
-            span: in any order.
-
-        Returns:
-            arrays by name.
-        """
-        if self._dealer is None or not span.dealt:
-            return self._assembler.arrays(span.low, span.high)
-        dealt = self._dealer.deal(span)
-        found = joined(in_batch_order(dealt, self._assembler.arrays))
-        return found | {"work": dealt.work.to_array()}
-
-    def statistics(self, span: Span) -> StatisticsBlock | None:
-        """The statistics of the rows.
-
-        Args:
-            span: behind the one before, unless it begins a reading.
-
-        Returns:
-            them; None where the recipe has none.
-        """
-        if self._engine is None:
-            return None
-        if span.begins or self._cursor is None:
-            self.release()
-            self._cursor = self._engine.cursor(span.first)
-        if self._dealer is None or not span.dealt:
-            return self._cursor.rows(span.low, span.high)
-        blocks = in_batch_order(self._dealer.deal(span), self._cursor.rows)
-        return StatisticsBlock(
-            np.concatenate([block.numbers for block in blocks]),
-            joined([block.events for block in blocks]),
-        )
-
-    def release(self) -> None:
-        """End a reading; the next one may go on from where it was."""
-        if self._engine is not None and self._cursor is not None:
-            self._engine.release(self._cursor)
-        self._cursor = None
-
-
 def _open_parts(
     folder: Path,
     version: DataSetVersion,
@@ -485,4 +435,4 @@ def _open_parts(
         raise changed(folder)
     reader = Reader(Sources(dataset, data), version, batch_size, rank, world_size)
     reader.balance = balance
-    return ReaderParts(reader)
+    return reader.parts()

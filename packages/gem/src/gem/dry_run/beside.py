@@ -18,7 +18,7 @@ from gem.dry_run.count import StepCount, count_step
 from gem.planning.command import Planned
 from gem.planning.lengths import length_laws
 from gem.planning.schema import declared_schema
-from gem.train.spec import ParallelSpec
+from gem.train.parallel_spec import ParallelSpec
 from gem_embeddings.contract import TableLoad
 from gem_parallel.contract import ParallelPlan, Topology
 from gem_parallel.planning.forecast import Forecast

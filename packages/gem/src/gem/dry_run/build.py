@@ -7,7 +7,8 @@ from gem.data.schema import BatchSchema
 from gem.model.build import build_model
 from gem.train.clock import StepClock
 from gem.train.guard import Guard
-from gem.train.step import TrainStep, plan_of
+from gem.train.run_plan import plan_of
+from gem.train.step import TrainStep
 from gem.train.table_engine import shard_tables
 from gem_parallel.launch import World
 

@@ -25,7 +25,8 @@ from gem.dry_run.inputs import random_batch
 from gem.planning.lengths import LengthLaw
 from gem.train.clock import StepClock
 from gem.train.local_tensors import local_part
-from gem.train.step import TrainStep, plan_of
+from gem.train.run_plan import plan_of
+from gem.train.step import TrainStep
 from gem_embeddings.contract import TableLoad
 from gem_parallel.dry_run.fakes import FloatsInName
 from gem_parallel.dry_run.groups import named_ranks

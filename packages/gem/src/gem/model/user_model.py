@@ -126,7 +126,10 @@ class UserHeads(nn.Module):
         Returns:
             scores_BR, fp32.
         """
-        return (user_BU.float() @ self.item(item_RE).float().t()) * self.width**-0.5
+        item_RU = self.item(item_RE)
+        # Outside of autocast, which would round both factors and the scores to bf16.
+        with torch.autocast(user_BU.device.type, enabled=False):
+            return (user_BU.float() @ item_RU.float().t()) * self.width**-0.5
 
 
 class UserLosses:

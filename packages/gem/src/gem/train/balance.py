@@ -7,7 +7,7 @@ from gem.data.dealing import Balance
 from gem.data.schema import BatchSchema
 from gem.model.flops import total_flops, training_flops
 from gem.model.spec import DinSpec, GemSpec
-from gem.train.spec import ParallelSpec
+from gem.train.parallel_spec import ParallelSpec
 from gem_parallel.balance.step import Dealing
 from gem_parallel.balance.work import WorkModel
 

@@ -1,7 +1,7 @@
 """Refuse a balance that could not change anything; without torch, so that a plan can ask."""
 
 from gem.config import RunConfig
-from gem.train.spec import ParallelSpec
+from gem.train.parallel_spec import ParallelSpec
 from gem_opkit.errors import ConfigError, refusal
 
 

@@ -161,8 +161,7 @@ def write_snapshot(
     partial = checkpoints / f"{PARTIAL}{target.name}"
     with ranks.together("begin to write"), disk_faults_named(partial):
         if ranks.world.is_first:
-            for old in checkpoints.glob(f"{PARTIAL}*"):
-                shutil.rmtree(old)
+            remove_partial(checkpoints)
             partial.mkdir(parents=True)
     if ranks.world.size == 1:
         with disk_faults_named(partial):
@@ -191,6 +190,19 @@ def write_snapshot(
     if ranks.world.is_first:
         _remove_old(checkpoints, keep, best)
     return target
+
+
+def remove_partial(checkpoints: Path) -> None:
+    """Remove what killed processes had begun to write or to remove. Nobody may be writing.
+
+    Args:
+        checkpoints: the run's folder of checkpoints; may be missing.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    for old in checkpoints.glob(f"{PARTIAL}*"):
+        shutil.rmtree(old)
 
 
 def _put_in_place(partial: Path, target: Path) -> None:

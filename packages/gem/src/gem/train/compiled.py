@@ -11,10 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo import config as dynamo_config
 
 from gem.model.gem import GemModel
 from gem_opkit.errors import UnsupportedError, refusal
 from gem_parallel.contract import ParallelPlan
+
+# Of a region: its first number of examples, any number, one and none; and as many to spare.
+_GRAPHS_OF_A_REGION = 8
 
 
 def regions(model: nn.Module) -> list[str]:
@@ -43,24 +47,32 @@ class CompiledRegion:
     Args:
         region: takes tensors and returns one.
         backend: of ``torch.compile``.
+        most_graphs: of all regions of one class: torch counts them by the code that they share, and
+            would end the run at the ninth.
     """
 
-    def __init__(self, region: nn.Module, backend: str) -> None:
+    def __init__(
+        self, region: nn.Module, backend: str, *, most_graphs: int = _GRAPHS_OF_A_REGION
+    ) -> None:
         self._region, self._plain = region, region.forward
+        self._most_graphs = most_graphs
         self._compiled: Callable[..., Any] = torch.compile(
             region.forward, fullgraph=True, backend=backend
         )
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         """Run the region; see `nn.Module.forward`."""
-        learns = self._region.training and torch.is_grad_enabled()
-        return self._compiled(*inputs) if learns else self._plain(*inputs)
+        if not (self._region.training and torch.is_grad_enabled()):
+            return self._plain(*inputs)
+        with dynamo_config.patch(recompile_limit=self._most_graphs):
+            return self._compiled(*inputs)
 
 
 def compile_regions(model: nn.Module, plan: ParallelPlan, backend: str) -> None:
     """Compile the regions of a model in place; each is traced when it first learns.
 
-    A batch of another size makes a graph anew once, for any size from then on.
+    A batch of another size makes a graph anew once, for any size from then on; one example makes
+    one, and so does none.
 
     Args:
         model: before it is spread over ranks.
@@ -81,6 +93,8 @@ def compile_regions(model: nn.Module, plan: ParallelPlan, backend: str) -> None:
                 fix="leave it out, or give the ranks to parallel.replicate",
             )
         )
-    for name in regions(model):
+    names = regions(model)
+    for name in names:
         region = model.get_submodule(name)
-        region.forward = CompiledRegion(region, backend)
+        most = _GRAPHS_OF_A_REGION * len(names)
+        region.forward = CompiledRegion(region, backend, most_graphs=most)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from gem.data.reader import Reader
+from gem.train.averages import averaged_weights
 from gem.train.checkpoint import step_folder
 from gem.train.evaluate import Predictions, PredictionsFile, evaluate
 from gem.train.guard import FAULTY_FOLDER
@@ -26,7 +27,6 @@ from gem.train.run import (
 from gem.train.run_folder import CHECKPOINTS
 from gem.train.run_log import RunLog
 from gem.train.saved_run import saved_run
-from gem.train.step import averaged_weights
 from gem.train.summary import (
     SUMMARY_FILE,
     costs_of_training,

@@ -3,7 +3,7 @@
 import torch
 
 from gem.model.gem import GemLayer
-from gem.train.spec import ParallelSpec
+from gem.train.parallel_spec import ParallelSpec
 from gem.train.step import TrainStep
 from gem_opkit.errors import UnsupportedError, refusal
 

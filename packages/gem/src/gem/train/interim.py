@@ -14,10 +14,10 @@ from torch import nn
 
 from gem.data.batch import ExampleBatch
 from gem.data.names import suggestion
+from gem.train.averages import averaged_weights
 from gem.train.evaluate import evaluate as score
 from gem.train.run import Run, asked_to_stop, read_ahead
 from gem.train.run_log import RunLog
-from gem.train.step import averaged_weights
 from gem_opkit.errors import ConfigError, DataError, refusal
 
 

@@ -53,7 +53,7 @@ def waits(times_N: np.ndarray, batch_size: int, delay_ms: int, behind_ms: int | 
     Args:
         times_N: of the training rows, milliseconds, int64, not falling.
         batch_size: rows of a batch.
-        delay_ms: from a row to its labels.
+        delay_ms: from a row to its labels; 0 and 1 both mean: known to rows strictly later.
         behind_ms: time of the first row behind them; None where there is none.
 
     Returns:
@@ -62,7 +62,8 @@ def waits(times_N: np.ndarray, batch_size: int, delay_ms: int, behind_ms: int | 
     """
     begins = np.arange(0, len(times_N), batch_size)
     ends = np.minimum(begins + batch_size, len(times_N)) - 1
-    known_S = times_N[ends] + delay_ms
+    # A label that comes at once is known to rows of a later time alone, as in statistics.
+    known_S = times_N[ends] + max(delay_ms, 1)
     scored_S = np.searchsorted(times_N[begins], known_S, side="left")
     scored_S = np.maximum(scored_S, np.arange(1, len(begins) + 1))  # its own rows at the least
     steps = (

@@ -24,6 +24,8 @@ class LoopState:
         best_step: the step that it is of.
         evaluations_since_best: evaluations after it.
         stopped_early: whether the evaluations have ended the training.
+        scored_batches: batches of the pass that were scored, in a run that waits for labels; -1
+            where it does not wait, or an older version wrote the checkpoint.
     """
 
     loss_mean: float = 0.0
@@ -36,6 +38,7 @@ class LoopState:
     best_step: int | None = None
     evaluations_since_best: int = 0
     stopped_early: bool = False
+    scored_batches: int = -1
 
     def to_json(self) -> dict[str, Any]:
         """Everything, as JSON values."""

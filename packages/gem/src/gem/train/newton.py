@@ -27,7 +27,7 @@ from gem.config import RunConfig
 from gem.data.batch import ExampleBatch
 from gem.model.gem import GemModel
 from gem.model.spec import GemSpec
-from gem_opkit.errors import UnsupportedError, refusal
+from gem_opkit.errors import ConfigError, UnsupportedError, refusal
 
 
 class NewtonMap(torch.optim.Optimizer):
@@ -51,7 +51,7 @@ class NewtonMap(torch.optim.Optimizer):
         # A checkpoint brings it back in the dtype of the weight.
         self.state[weight_AD] = {"curvature": eye_DD.repeat(tasks, 1, 1)}
         self._seen: list[Tensor] = []
-        self.taken: list[Tensor] = []
+        self._taken: list[Tensor] = []
 
     @torch.no_grad()
     def observe(self, numbers_BD: Tensor, logits_BA: Tensor, batch: ExampleBatch) -> None:
@@ -76,7 +76,7 @@ class NewtonMap(torch.optim.Optimizer):
         """
         grad_AD = self.weight_AD.grad
         self.weight_AD.grad = None
-        self.taken = [] if grad_AD is None else [grad_AD.float() * known_A.float().unsqueeze(1)]
+        self._taken = [] if grad_AD is None else [grad_AD.float() * known_A.float().unsqueeze(1)]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] - no closure
@@ -88,19 +88,27 @@ class NewtonMap(torch.optim.Optimizer):
         curvature_ADD = self.state[self.weight_AD]["curvature"]
         for seen_ADD in self._seen:
             curvature_ADD += seen_ADD
-        if self.taken:
+        if self._taken:
             scale_A = [0.0 if w == 0.0 else 1.0 / (w * self._gain**2) for w in self._task_weights]
             scale_A1 = torch.tensor(scale_A, dtype=torch.float64).unsqueeze(1)
-            grad_AD = self.taken[0].double() * scale_A1.to(self.weight_AD.device)
+            grad_AD = self._taken[0].double() * scale_A1.to(self.weight_AD.device)
             # No check of the host, which would wait for a device; P has the prior on its diagonal.
             factor_ADD, _ = torch.linalg.cholesky_ex(curvature_ADD.double())
             change_AD = torch.cholesky_solve(grad_AD.unsqueeze(2), factor_ADD).squeeze(2)
             self.weight_AD -= change_AD.to(self.weight_AD.dtype)
         self.forget()
 
+    def held(self) -> list[Tensor]:
+        """What was observed since the last step, none of which a step can take that is no number.
+
+        Returns:
+            gradients and curvatures.
+        """
+        return [*self._taken, *self._seen]
+
     def forget(self) -> None:
         """Drop what was observed since the last step: that of a step that is left out."""
-        self._seen, self.taken = [], []
+        self._seen, self._taken = [], []
 
 
 def newton_map(
@@ -115,9 +123,10 @@ def newton_map(
         ranks: of the run.
 
     Returns:
-        it; None for a model without, or whose shortcut learns as all the rest does.
+        it; None for a model whose shortcut learns as all the rest does.
 
     Raises:
+        ConfigError: the model has no shortcut.
         UnsupportedError: several ranks.
     """
     spec = config.model
@@ -125,7 +134,16 @@ def newton_map(
         return None
     shortcut = cast(GemModel, model).shortcut
     if shortcut is None:
-        return None
+        users = spec.user_model is not None
+        raise ConfigError(
+            refusal(
+                "gem train",
+                "model.numbers.shortcut_rule",
+                must='be "gradient" for a model without a linear map from numbers to logits',
+                got=f'"newton" and {"a model of users" if users else "no numbers to read"}',
+                fix="leave it out",
+            )
+        )
     if ranks > 1:
         raise UnsupportedError(
             refusal(

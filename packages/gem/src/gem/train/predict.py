@@ -20,6 +20,7 @@ from gem.data.dataset import Dataset
 from gem.data.names import suggestion
 from gem.data.prepare import default_folder
 from gem.data.whole_folder import begin_folder, complete_folder, hidden_folder, is_free
+from gem.train.averages import averaged_weights
 from gem.train.evaluate import ParquetRows, Predictions, constant_column, domain_column
 from gem.train.held_out import HELD_OUT, evaluate_splits
 from gem.train.model_fingerprint import fingerprint_of
@@ -27,7 +28,6 @@ from gem.train.progress import Display
 from gem.train.progressive import predict_progressively
 from gem.train.run import DATA_ROOT, PREDICTIONS_FILE, Run
 from gem.train.saved_run import SavedRun, saved_run
-from gem.train.step import averaged_weights
 from gem.train.summary import write_json
 from gem_opkit.errors import ConfigError, DataError, refusal
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from gem.train.averages import averaged_weights
 from gem.train.evaluate import Predictions, evaluate
 from gem.train.metrics import MetricBlock
 from gem.train.run import Run, read_ahead
 from gem.train.snapshots import Loaded, snapshots
-from gem.train.step import averaged_weights
 from gem_opkit.errors import UnsupportedError, refusal
 
 _COMMAND = "gem predict --progressive"

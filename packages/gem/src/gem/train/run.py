@@ -37,12 +37,14 @@ from gem.train.interrupt import StopRequest
 from gem.train.label_delay import Wait, told, wait_of
 from gem.train.loop_state import LoopState
 from gem.train.metrics import MetricBlock, MetricStream
+from gem.train.parallel_spec import ParallelSpec
 from gem.train.progress import Display
 from gem.train.rank_group import RankGroup
 from gem.train.rank_times import StepWorks
 from gem.train.run_folder import CHECKPOINTS
-from gem.train.spec import ParallelSpec, TrainSpec
-from gem.train.step import Scored, TrainStep, plan_of
+from gem.train.run_plan import plan_of
+from gem.train.spec import TrainSpec
+from gem.train.step import Scored, TrainStep
 from gem.train.table_engine import shard_tables
 from gem.train.wandb_log import check_wandb
 from gem_opkit.errors import DataError, UnsupportedError, refusal

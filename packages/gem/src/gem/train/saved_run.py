@@ -10,7 +10,7 @@ from gem.train.checkpoint import check_continues, latest_complete, load_checkpoi
 from gem.train.progress import Display
 from gem.train.run import Run, build_run, torch_settings
 from gem.train.run_folder import CHECKPOINTS, CONFIG_FILE, read_run_config
-from gem.train.step import plan_of
+from gem.train.run_plan import plan_of
 from gem_opkit.errors import ConfigError, DataError, refusal
 from gem_parallel.launch import World, process_group
 

@@ -1,5 +1,6 @@
 """When a run's state becomes a checkpoint, and what happens where that fails."""
 
+import contextlib
 from typing import cast
 
 import torch
@@ -10,6 +11,7 @@ from gem.train.checkpoint_writer import (
     CheckpointWriter,
     not_written,
     raise_on_all,
+    remove_partial,
     take_snapshot,
 )
 from gem.train.diagnostics import Diagnostics
@@ -48,6 +50,10 @@ class Saver:
             background=run.spec.checkpoint_async,
             ranks=RankGroup.of_its_own(run.world) if run.state.sharded else None,
         )
+        # A run that was killed at its last checkpoint writes no other one, which would do it.
+        if run.world.is_first:
+            with contextlib.suppress(OSError):  # the next write tells
+                remove_partial(run.folder / CHECKPOINTS)
         self._tell_time(run)
 
     def __enter__(self) -> "Saver":

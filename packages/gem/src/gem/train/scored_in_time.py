@@ -29,7 +29,7 @@ class ScoredInTime:
 
     def __init__(self, run: Run, wait: Wait, batches: Iterator[ExampleBatch]) -> None:
         self._run, self._wait, self._batches = run, wait, batches
-        self._done = scored_before(wait, run.state.step)
+        self._done = scored_so_far(run, wait)
 
     def before_step(self) -> None:
         """Score what begins before the labels of the next step's rows are known."""
@@ -55,7 +55,7 @@ class ScoredInTime:
         finally:
             step.model.train()
             put_parameters_back(step.model)
-        self._done = upto
+        self._done = run.state.loop.scored_batches = upto
         run.clock.mark("other")
 
 
@@ -73,6 +73,19 @@ def scored_in_time(run: Run) -> Iterator[ScoredInTime | None]:
     if wait is None:
         yield None
         return
-    start = scored_before(wait, run.state.step)
-    with read_ahead(run.reader.batches("train", start_step=start), run.spec) as batches:
+    source = run.reader.batches("train", start_step=scored_so_far(run, wait))
+    with read_ahead(source, run.spec) as batches:
         yield ScoredInTime(run, wait, batches)
+
+
+def scored_so_far(run: Run, wait: Wait) -> int:
+    """Batches whose scores are in the metrics of a run.
+
+    A run that a faulty step has stopped has scored what begins before that step's labels are known.
+
+    Args:
+        run: at the step at which this process begins.
+        wait: the plan.
+    """
+    counted = run.state.loop.scored_batches
+    return counted if counted >= 0 else scored_before(wait, run.state.step)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from torch import nn
 
 from gem.model.build import expert_mixtures
-from gem.train.spec import ParallelSpec
+from gem.train.parallel_spec import ParallelSpec
 
 
 def shares_of(plan: ParallelSpec, model: nn.Module) -> Callable[[str, int], int]:

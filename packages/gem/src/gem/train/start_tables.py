@@ -92,6 +92,11 @@ def start_tables(run: Run) -> None:
             wanted[name][1].copy_(found)
     told = ", ".join(rows) or "none, as it has no table of these names"
     run.display.stage(f"tables that begin as those of {checkpoint}: {told}")
+    if rows:
+        run.display.stage(
+            "warning: progressive metrics are too good wherever that run has learned from the same "
+            "rows; those of later periods are not"
+        )
 
 
 def _own(run: Run) -> dict[str, tuple[str, Tensor]]:

@@ -9,8 +9,8 @@ uneven the slices.
 """
 
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -34,18 +34,19 @@ from gem.model.gem import GemModel
 from gem.model.heads import auxiliary_loss, known_weight, multi_task_loss, probabilities
 from gem.model.sharded_tables import ShardedTables
 from gem.model.structure import loss_weights
+from gem.train.averages import move_averages
 from gem.train.clock import StepClock
 from gem.train.compiled import compile_regions
 from gem.train.dense_adam import DenseAdam, WorkingWeights, dense_optimizer
 from gem.train.graphed import graph_regions, refuse_graphs
 from gem.train.guard import Fault, Guard, is_finite, norms_are_finite
 from gem.train.later_passes import pull_rows, refuse_engine, tables_rest
-from gem.train.local_tensors import local_part, local_parts, put_parameters_back
 from gem.train.lookup_ahead import LookupAhead
 from gem.train.micro_batches import micro_batches
 from gem.train.newton import newton_map
+from gem.train.run_plan import plan_of
 from gem.train.shared_weights import shares_of
-from gem.train.spec import ParallelSpec, TrainSpec, schedule_factor
+from gem.train.spec import TrainSpec, schedule_factor
 from gem.train.table_engine import shard_tables
 from gem_attention.recipes import convert_attention
 from gem_embeddings.optimizer import merge_sparse_gradients, table_optimizer
@@ -289,7 +290,7 @@ class TrainStep:
     def _finite(self, loss: Tensor) -> tuple[Tensor, list[Tensor] | None]:
         """Whether all is finite; norms of dense gradients, where one pass tells both."""
         if self.newton is not None:
-            loss = loss + sum(0.0 * grad_AD.sum() for grad_AD in self.newton.taken)
+            loss = loss + sum(0.0 * held.sum() for held in self.newton.held())
         if not isinstance(self.optimizers["dense"], DenseAdam):
             return is_finite(loss, [*self.dense.values(), *self.table_parameters]), None
         norms = self.parallel.norms(tensor_norms)
@@ -373,8 +374,8 @@ class TrainStep:
         dense.step()
         if self.working is not None:
             self.working.note_step()
-        if self.ema:
-            self._average(step)
+        if self.ema and self.spec.ema_decay is not None:
+            move_averages(self.ema, self.dense, self.spec.ema_decay, step)
         return norm
 
     def _before(self) -> tuple[dict[str, Tensor], Tensor, Any]:
@@ -408,68 +409,7 @@ class TrainStep:
         if self.engine is not None:
             self.engine.set_lr(self._table_lr * of_tables)
 
-    def _average(self, step: int) -> None:
-        # The first steps count for less than decay says, or the average would remember the
-        # initial weights for the first 1 / (1 - decay) steps.
-        decay = min(self.spec.ema_decay or 0.0, (1.0 + step) / (10.0 + step))
-        with torch.no_grad():
-            torch._foreach_lerp_(
-                local_parts(self.ema.values()),
-                local_parts(self.dense[name] for name in self.ema),
-                1.0 - decay,
-            )
-
 
 def _mark(clock: StepClock, module: nn.Module, section: str) -> None:
     if module.training:
         clock.mark(section)
-
-
-def plan_of(config: RunConfig, world: World) -> ParallelSpec:
-    """The plan of a run on the ranks that there are.
-
-    Args:
-        config: the run; without a plan, every rank holds a copy of everything.
-        world: the ranks.
-
-    Returns:
-        the plan. On one GPU, where it names no engine, an engine holds tables whose rows are drawn
-        by their place: it looks up and moves the rows of all tables in one launch each, and lets no
-        step wait for the device.
-
-    Raises:
-        ConfigError: the plan is for another number of ranks.
-    """
-    if config.parallel is None:
-        plan = ParallelSpec(replicate=world.size)
-    else:
-        plan = config.parallel.on_ranks(world.size)
-    alone = world.size == 1 and world.device.type == "cuda"
-    by_place = config.model.embeddings.initial_rows == "by_place"
-    if plan.table_engine is None and alone and by_place:
-        return plan.model_copy(update={"table_engine": "torch"})
-    return plan
-
-
-@contextmanager
-def averaged_weights(model: nn.Module, ema: Mapping[str, Tensor]) -> Iterator[None]:
-    """Put the averaged dense weights into the model for the length of a ``with`` block.
-
-    Args:
-        model: its parameters have the names in ``ema``.
-        ema: name -> average; empty leaves the model as it is.
-    """
-    put_parameters_back(model)
-    parameters = dict(model.named_parameters())
-    own = {name: local_part(parameters[name].detach()) for name in ema}
-    kept = {name: value.clone() for name, value in own.items()}
-    try:
-        with torch.no_grad():
-            for name, average in ema.items():
-                own[name].copy_(local_part(average))
-        yield
-    finally:
-        put_parameters_back(model)
-        with torch.no_grad():
-            for name, value in kept.items():
-                own[name].copy_(value)

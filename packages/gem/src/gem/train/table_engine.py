@@ -10,7 +10,7 @@ from gem.data.schema import BatchSchema
 from gem.model.build import model_tables
 from gem.model.sharded_tables import ShardedTables
 from gem.model.tables import event_feature
-from gem.train.spec import ParallelSpec
+from gem.train.parallel_spec import ParallelSpec
 from gem_embeddings.contract import LookupSpec, TableLoad, TablePlan, TableSpec
 from gem_embeddings.engine import build_tables
 from gem_embeddings.plan import plan_tables
