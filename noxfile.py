@@ -312,12 +312,9 @@ def demo(session: nox.Session) -> None:
 @nox.parametrize("package", [nox.param(name, id=name) for name in [*PACKAGES, "repo"]])
 def test(session: nox.Session, package: str) -> None:
     """Test a package with its declared dependencies alone; ``repo`` tests the repository."""
-    spread = "worksteal"
     if package == "repo":
         install(session, PACKAGES, extras=["test"], triton=True)
         folder = "tests"
-        # The blocks of a README run in their order, so its page stays with one process.
-        spread = "loadgroup"
     else:
         # fbgemm has builds for Linux alone; elsewhere the tests that need it are left out.
         sharded = sys.platform == "linux"
@@ -327,7 +324,7 @@ def test(session: nox.Session, package: str) -> None:
     # Each worker's torch takes its share of the cores.
     threads = os.environ.get("OMP_NUM_THREADS", str(cores_here() // workers))
     # Arguments of the caller come behind ours: with -n 0 one process tests.
-    arguments = ["-n", str(workers), "--dist", spread, *session.posargs]
+    arguments = ["-n", str(workers), "--dist", "worksteal", *session.posargs]
     pytest(session, folder, "not gpu and not gpu2", arguments, OMP_NUM_THREADS=threads)
 
 

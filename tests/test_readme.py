@@ -14,7 +14,6 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -152,8 +151,7 @@ def test_marked_python_names_what_exists(page: Path):
 
 
 @pytest.fixture(scope="module")
-def copy_for(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
-    """Copies of the repository, one a page: what its commands write stays out of the original."""
+def repository_files() -> list[str]:
     listed = subprocess.run(
         ["git", "-c", "safe.directory=*", "ls-files", "-z", "-co", "--exclude-standard"],
         cwd=ROOT,
@@ -161,27 +159,32 @@ def copy_for(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]
         check=True,
         text=True,
     )
-    files = [name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
-
-    @cache
-    def copied(_: Path) -> Path:
-        copy = tmp_path_factory.mktemp("copy")
-        for name in files:
-            (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, copy / name)
-        return copy
-
-    return copied
+    return [name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
 
 
-@pytest.mark.parametrize("block", chosen(SHELL, marked=False), ids=str)
-def test_commands_run(block: Block, copy_for: Callable[[Path], Path]):
+# One test a page, as its blocks run in their order; pages can be shared out.
+@pytest.mark.parametrize(
+    "page",
+    dict.fromkeys(block.page for block in chosen(SHELL, marked=False)),
+    ids=lambda page: page.relative_to(ROOT).as_posix(),
+)
+def test_commands_run(page: Path, repository_files: list[str], tmp_path: Path):
+    # In a copy of the repository: what commands write stays out of the original.
+    for name in repository_files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, tmp_path / name)
+    for block in chosen(SHELL, marked=False):
+        if block.page == page:
+            run_block(block, tmp_path)
+
+
+def run_block(block: Block, folder: Path) -> None:
     script = block.text
     if block.language == "console":
         script = "\n".join(re.findall(r"^\$ (.*)", script, re.MULTILINE))
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", script],
-        cwd=copy_for(block.page),
+        cwd=folder,
         env={
             **os.environ,
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -198,7 +201,7 @@ def test_commands_run(block: Block, copy_for: Callable[[Path], Path]):
         text=True,
         timeout=600,
     )
-    assert done.returncode == 0, done.stdout
+    assert done.returncode == 0, f"{block}: {done.stdout}"
 
 
 # ------------------------------------------------------------------------------- marked commands

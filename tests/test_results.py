@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -153,6 +155,14 @@ def test_a_table_of_an_ablation_is_that_of_its_rows(recipe, task, text):
 
 def test_the_page_has_a_table_of_an_ablation():
     assert ("ml100k-time", "label") in {(recipe, task) for recipe, task, _ in ABLATIONS}
+
+
+def test_tables_of_stages_and_students_are_those_of_the_rows(tmp_path):
+    filled = tmp_path / "page.md"
+    filled.write_text(PAGE.read_text(encoding="utf-8"), encoding="utf-8")
+    script = ROOT / "packages" / "gem" / "benchmarks" / "transfer_tables.py"
+    subprocess.run([sys.executable, script, "--page", filled], check=True)
+    assert filled.read_text(encoding="utf-8") == PAGE.read_text(encoding="utf-8")
 
 
 def test_bootstrap_in_the_text_is_that_of_the_rows():
