@@ -98,6 +98,12 @@ def tiny_file(tmp_path):
     return path
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread_for_shared_runs():
+    """What several tests share is made before ``_one_thread`` of the first of them."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True)
 def _one_thread():
     """Two cores are shared by many processes; more threads only wait for one another."""

@@ -72,6 +72,15 @@ def test_ctrl_c_amid_an_import_shows_no_traceback(world, moment):
     assert not (world / "new").exists()
 
 
+@pytest.fixture
+def ctrl_c_is_heard():
+    """A shell's background jobs, and so tests that are one of them, begin with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c_is_heard")
 def test_ctrl_c_that_comes_out_as_another_error_is_still_one(world, monkeypatch):
     """As where a library's import is cut short, and what it left fails later."""
 

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gem_opkit.cost import Cost, register_flops
+from gem_opkit.derivatives import check_autograd
 from gem_opkit.dims import check_shapes
 from gem_opkit.errors import ConfigError, DtypeError, ShapeError, UnsupportedError
 from gem_opkit.impl import resolve_impl
@@ -134,6 +135,7 @@ PARTS = {
     "flops": lambda v, g, o, impl: forward_cost(v.shape[0], o.shape[0] - 1, v.shape[1]),
     "backward_flops": lambda grad, v, g, o, impl: backward_cost(v.shape[0], v.shape[1]),
     "check": check_shapes,
+    "derivatives": check_autograd,
 }
 made = 0
 
@@ -183,6 +185,7 @@ def make_toy(**replaced):
             raise DtypeError(
                 f"toy: values_TD must be floating; got {values_TD.dtype}; cast it to float32"
             )
+        part.derivatives("toy", values_TD=values_TD, gain_D=gain_D)
         chosen = resolve_impl(impl, values_TD.device, "toy", has_triton=True)
         return forward(values_TD, gain_D, offsets_O, chosen)
 
@@ -254,6 +257,14 @@ def test_reference_gradients_catch_a_backward_that_assumes_dense_rows(layout):
     toy = make_toy(backward=with_layout_read_wrongly(transposed_or_expanded))
     with pytest.raises(CheckFailure, match=f"{layout} upstream gradient"):
         check_reference_gradients(toy, inputs_of(SMALL))
+
+
+def test_reference_gradients_catch_tangents_that_are_dropped():
+    toy = make_toy(derivatives=lambda op, **tensors: None)
+    with pytest.raises(CheckFailure, match="tangent of an input is dropped in silence"):
+        check_reference_gradients(toy, inputs_of(SMALL))
+    # What hands tangents on passes, too.
+    check_reference_gradients(toy_reference, inputs_of(SMALL))
 
 
 def test_reference_gradients_need_something_to_differentiate():

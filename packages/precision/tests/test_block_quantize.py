@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gem_opkit.compile_checks import KernelVariant, compile_kernels
-from gem_opkit.errors import ConfigError, DtypeError, ShapeError, UnsupportedError
+from gem_opkit.errors import ConfigError, DeviceError, DtypeError, ShapeError, UnsupportedError
 from gem_opkit.testing import (
     check_alone_equals_in_batch,
     check_compiles_whole,
@@ -181,6 +181,32 @@ def test_refuses():
             (lambda: block_quantize(x_TD.double()), DtypeError, "x_TD must be fp32, bf16 or fp16"),
             (lambda: block_quantize(x_TD, block="1x32"), ConfigError, "block must be one of"),
             (lambda: block_quantize(x_TD, impl="fast"), UnsupportedError, "impl must be one of"),
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    "decode",
+    [block_dequantize, lambda matrix: block_dequantize_into(torch.empty(130, 200), matrix)],
+    ids=["new", "into"],
+)
+def test_bytes_from_elsewhere_are_refused_unless_they_fit(decode):
+    """Of scales that are too few a kernel would read past the end."""
+    elements_TD, scales = torch.zeros(130, 200, dtype=torch.uint8), torch.ones(2, 2)
+
+    def given(elements_TD=elements_TD, scales=scales, block="128x128"):
+        return lambda: decode(BlockMatrix(elements_TD, scales, block))
+
+    given()()
+    check_refuses(
+        [
+            (given(scales=scales[:1]), ShapeError, r"scales must have the shape \(2, 2\)"),
+            (given(scales=torch.ones(5, 5)), ShapeError, r"scales must have the shape \(2, 2\)"),
+            (given(scales=scales.double()), DtypeError, "scales must be torch.float32"),
+            (given(elements_TD=elements_TD.float()), DtypeError, "elements_TD must be torch.uint8"),
+            (given(elements_TD=elements_TD[0]), ShapeError, "elements_TD"),
+            (given(scales=scales.to("meta")), DeviceError, "scales must be on cpu; got meta"),
+            (given(block="64x64"), ConfigError, "must .*; got 64x64"),
         ]
     )
 

@@ -140,6 +140,16 @@ def test_refuses():
                 DtypeError,
                 "offsets_O must be int32",
             ),
+            *(
+                (
+                    lambda edges=edges: grouped_linear(
+                        x_TD, weight, torch.tensor(edges, dtype=torch.int32)
+                    ),
+                    ShapeError,
+                    "offsets_O must begin at 0, never fall, and end at 5 rows at most; got",
+                )
+                for edges in ([-3, 2, 5], [1, 2, 4], [0, 9, 5], [0, 4, 3], [0, 2, 6])
+            ),
             (lambda: grouped_linear(x_TD.long(), weight, offsets_O), DtypeError, "x_TD must be"),
             (
                 lambda: grouped_linear(x_TD, weight.half(), offsets_O),

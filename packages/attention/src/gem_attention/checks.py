@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_gradtrackingtensor
 
 from gem_attention.activations import ACTIVATION_NAMES
 from gem_jagged.batch import Jagged, Layout
@@ -248,30 +247,6 @@ def check_scale(op: str, scale: float | None, head_width: int, *, name: str = "s
     if not -math.inf < scale < math.inf:
         raise ConfigError(refusal(op, name, must="be finite", got=scale, fix="None is 1/sqrt(K)"))
     return float(scale)
-
-
-def check_autograd(op: str, **tensors: Tensor) -> None:
-    """Refuse tangents and transforms of ``torch.func``, which a custom operator drops or breaks.
-
-    Forward-mode differentiation would otherwise return a tangent of zeros without a word.
-    """
-    if torch.compiler.is_compiling():
-        return
-    forward_mode = torch.autograd.forward_ad
-    for name, tensor in tensors.items():
-        if is_gradtrackingtensor(tensor) or (
-            forward_mode._current_level >= 0
-            and forward_mode.unpack_dual(tensor).tangent is not None
-        ):
-            raise UnsupportedError(
-                refusal(
-                    op,
-                    name,
-                    must="carry no tangent and be outside torch.func.grad, vjp, jvp and jacrev",
-                    got="a transformed tensor",
-                    fix="differentiate with backward() or torch.autograd.grad",
-                )
-            )
 
 
 def refuse_second_derivative(op: str) -> Callable[..., NoReturn]:

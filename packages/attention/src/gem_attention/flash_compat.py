@@ -21,7 +21,6 @@ from torch import Tensor
 
 from gem_attention.checks import (
     check_activation,
-    check_autograd,
     check_dtypes,
     check_heads,
     check_layout,
@@ -34,6 +33,7 @@ from gem_attention.kernels.generalized_attention.op import generalized_attention
 from gem_attention.kernels.jagged_flash_attention.op import jagged_flash_attention_by_offsets
 from gem_attention.kernels.pooled_attention.op import pooled_attention_by_offsets
 from gem_jagged.batch import Layout
+from gem_opkit.derivatives import check_autograd
 from gem_opkit.dims import check_shapes
 from gem_opkit.errors import DeviceError, DtypeError, ShapeError, UnsupportedError, refusal
 from gem_opkit.impl import Impl

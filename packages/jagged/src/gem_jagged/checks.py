@@ -131,6 +131,7 @@ def check_total_fits(op: str, total: int, dtype: torch.dtype) -> None:
 
 def check_offsets_shape(op: str, offsets_O: Tensor) -> None:
     """Refuse offsets of a wrong dtype or shape; reads no value."""
+    check_is_tensor(op, offsets_O, name="offsets_O")
     check_offset_dtype(op, offsets_O.dtype)
     if offsets_O.ndim != 1 or offsets_O.shape[0] == 0:
         raise ShapeError(
@@ -197,6 +198,7 @@ def check_layout(op: str, tensor: Tensor, layout: "Layout", *, name: str, layout
 
 def check_device(op: str, tensor: Tensor, layout: "Layout", *, name: str, layout_name: str) -> None:
     """Refuse offsets on another device than the tensor, or of a dtype that is not an offset's."""
+    check_is_layout(op, layout, name=layout_name)
     check_offset_dtype(op, layout.offsets_O.dtype)
     if tensor.device != layout.offsets_O.device:
         raise DeviceError(
@@ -206,6 +208,52 @@ def check_device(op: str, tensor: Tensor, layout: "Layout", *, name: str, layout
                 must=f"be on {tensor.device} like {name}",
                 got=layout.offsets_O.device,
                 fix="move the layout with Layout.to",
+            )
+        )
+
+
+def check_is_layout(op: str, layout: object, *, name: str) -> None:
+    """Refuse what says nothing of where sequences begin; a ``Jagged`` does."""
+    if not hasattr(layout, "offsets_O"):
+        raise DtypeError(
+            refusal(
+                op,
+                name,
+                must="be a Layout",
+                got=type(layout).__name__,
+                fix="build one with Layout.from_lengths or Layout.from_offsets",
+            )
+        )
+
+
+def check_is_tensor(op: str, tensor: object, *, name: str) -> None:
+    """Refuse lists and arrays, which have no device."""
+    if not isinstance(tensor, Tensor):
+        raise DtypeError(
+            refusal(
+                op,
+                name,
+                must="be a tensor",
+                got=type(tensor).__name__,
+                fix="convert it with torch.as_tensor",
+            )
+        )
+
+
+def check_tokens(op: str, tokens: object, *, name: str) -> None:
+    """Refuse what is no count of tokens: a fraction, a negative number, one beyond int64."""
+    if isinstance(tokens, bool) or not isinstance(tokens, (int, torch.SymInt)):
+        raise DtypeError(
+            refusal(op, name, must="be a whole number", got=repr(tokens), fix="use int()")
+        )
+    if tokens < 0 or (isinstance(tokens, int) and tokens >= 2**63):
+        raise ShapeError(
+            refusal(
+                op,
+                name,
+                must="be at least 0" if tokens < 0 else "be below 2^63",
+                got=tokens,
+                fix="pass a token count",
             )
         )
 
@@ -303,6 +351,7 @@ def fill_for(op: str, fill: float, dtype: torch.dtype) -> float:
 
 def merge_trailing(op: str, tensor: Tensor, *, name: str, leading: int) -> Tensor:
     """View the dims after the first ``leading`` ones as one, of size 1 where there is none."""
+    check_is_tensor(op, tensor, name=name)
     if not leading <= tensor.ndim <= leading + 2:
         raise ShapeError(
             refusal(

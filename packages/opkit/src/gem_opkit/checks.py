@@ -48,7 +48,8 @@ def check_reference_gradients(
     """Fixed test 1: the written backward against numeric derivatives, in fp64.
 
     Also feeds gradients of awkward memory layout: expanded (what ``out.sum().backward()`` sends)
-    and transposed.
+    and transposed; and sends tangents in, which must come out again or be refused: a custom
+    operator drops them by itself.
 
     Args:
         fn: the public operator, so that the derivative goes through the registered backward.
@@ -59,7 +60,8 @@ def check_reference_gradients(
             derivative.
 
     Raises:
-        CheckFailure: a derivative, or the result for some layout of the gradient, is wrong.
+        CheckFailure: a derivative, or the result for some layout of the gradient, is wrong; or
+            tangents are dropped without a word.
         ConfigError: no input is differentiable.
 
     Example:
@@ -78,6 +80,7 @@ def check_reference_gradients(
     if not passed:
         raise CheckFailure("numeric derivative: gradcheck did not pass")
     _check_upstream_layouts(fn, inputs)
+    _check_tangents(fn, inputs)
     if reference is not None:
         check_runs_equal(
             run_with_gradients(fn, fresh(inputs, dtype=torch.float64)),
@@ -106,6 +109,31 @@ def _check_upstream_layouts(fn: Callable[..., Any], inputs: Sequence[Any]) -> No
             if a is not None and b is not None:
                 what = f"gradient of leaf {index} for a {name} upstream gradient"
                 check_equal_up_to_rounding(a, b, what=what, noise_scale=4.0)
+
+
+def _check_tangents(fn: Callable[..., Any], inputs: Sequence[Any]) -> None:
+    doubles = fresh(inputs, dtype=torch.float64)
+    leaves = differentiable(doubles, "check_reference_gradients")
+    forward_mode = torch.autograd.forward_ad
+    for leaf in leaves:
+        if not leaf.numel():
+            continue
+        with forward_mode.dual_level():
+            dual = forward_mode.make_dual(leaf.detach(), torch.ones_like(leaf))
+            given = [dual if x is leaf else _undifferentiated(x) for x in doubles]
+            try:
+                outputs = list(tensors_in(fn(*given)))
+            except NotImplementedError:  # ours, or torch's of an autograd.Function
+                continue
+            if all(forward_mode.unpack_dual(out).tangent is None for out in outputs):
+                raise CheckFailure(
+                    "forward mode: the tangent of an input is dropped in silence; refuse it with "
+                    "gem_opkit.derivatives.check_autograd"
+                )
+
+
+def _undifferentiated(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 def check_registration(

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from gem_attention.checks import (
-    check_autograd,
     check_can_count,
     check_dtypes,
     check_heads,
@@ -32,6 +31,7 @@ from gem_attention.rotary import check_gaps, turn_rates
 from gem_attention.tiling.sizes import block_columns
 from gem_jagged.batch import Layout
 from gem_opkit.cost import Cost, register_flops
+from gem_opkit.derivatives import check_autograd
 from gem_opkit.dims import check_shapes
 from gem_opkit.errors import ConfigError, ShapeError, UnsupportedError, refusal
 from gem_opkit.impl import Impl, resolve_impl

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from gem_attention.checks import (
     check_activation,
-    check_autograd,
     check_batches,
     check_can_count,
     check_dtypes,
@@ -39,6 +38,7 @@ from gem_attention.tiles import Window
 from gem_attention.tiling.sizes import short_rows
 from gem_jagged.batch import Layout
 from gem_opkit.cost import Cost, register_flops
+from gem_opkit.derivatives import check_autograd
 from gem_opkit.dims import check_shapes
 from gem_opkit.impl import Impl
 

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from gem_attention.checks import (
-    check_autograd,
     check_batches,
     check_can_count,
     check_dtypes,
@@ -31,6 +30,7 @@ from gem_attention.softmax_dispatch import launch_backward, launch_forward, writ
 from gem_attention.tiles import Window
 from gem_jagged.batch import Layout
 from gem_opkit.cost import Cost, register_flops
+from gem_opkit.derivatives import check_autograd
 from gem_opkit.dims import check_shapes
 from gem_opkit.impl import Impl
 

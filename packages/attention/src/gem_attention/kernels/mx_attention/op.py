@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from gem_attention.checks import (
-    check_autograd,
     check_batches,
     check_can_count,
     check_dtypes,
@@ -30,6 +29,7 @@ from gem_attention.kernels.mx_attention.reference import (
 from gem_attention.patterns import visible_pairs as count_visible_pairs
 from gem_jagged.batch import Layout
 from gem_opkit.cost import Cost, register_flops
+from gem_opkit.derivatives import check_autograd
 from gem_opkit.dims import check_shapes
 from gem_opkit.errors import ConfigError, DtypeError, UnsupportedError, refusal
 from gem_opkit.impl import Impl

@@ -9,7 +9,6 @@ from torch import Tensor
 import gem_attention.kernels.generalized_attention.op  # noqa: F401
 from gem_attention.checks import (
     check_activation,
-    check_autograd,
     check_batches,
     check_can_count,
     check_dtypes,
@@ -31,6 +30,7 @@ from gem_attention.kernels.normed_attention.reference import (
 from gem_attention.patterns import visible_pairs as count_visible_pairs
 from gem_jagged.batch import Layout
 from gem_opkit.cost import Cost, register_flops
+from gem_opkit.derivatives import check_autograd
 from gem_opkit.dims import check_shapes
 from gem_opkit.errors import (
     ConfigError,

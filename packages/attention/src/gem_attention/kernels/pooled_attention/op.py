@@ -9,7 +9,6 @@ from torch import Tensor
 
 from gem_attention.checks import (
     check_activation,
-    check_autograd,
     check_dtypes,
     check_heads,
     check_layout,
@@ -29,6 +28,7 @@ from gem_attention.kernels.pooled_attention.reference import (
 from gem_attention.rooms import has_room, open_room
 from gem_jagged.batch import Layout
 from gem_opkit.cost import Cost, register_flops
+from gem_opkit.derivatives import check_autograd
 from gem_opkit.dims import check_shapes
 from gem_opkit.impl import Impl
 

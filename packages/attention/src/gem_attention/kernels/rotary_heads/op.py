@@ -17,6 +17,7 @@ from gem_attention.rotary import check_gaps, turn_rates
 from gem_jagged.batch import Layout
 from gem_jagged.offsets import positions
 from gem_opkit.cost import Cost, register_flops
+from gem_opkit.derivatives import check_autograd
 from gem_opkit.dims import check_shapes
 from gem_opkit.errors import ConfigError, DtypeError, ShapeError, UnsupportedError, refusal
 from gem_opkit.impl import Impl, resolve_impl
@@ -307,6 +308,7 @@ def rotary_heads(
                 )
             )
         check_gaps(_NAME, gap_seconds_T, rote_time_scale_s, like="qkv", device=qkv.device)
+    check_autograd(_NAME, qkv=qkv)
     # Asked before anything is resolved, because the log says what is resolved.
     is_double = qkv.dtype == torch.float64
     if is_double and impl == "triton":

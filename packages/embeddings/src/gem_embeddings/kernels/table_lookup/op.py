@@ -20,6 +20,7 @@ from gem_embeddings.kernels.table_lookup.reference import (
 )
 from gem_embeddings.table_layout import POOLINGS, SLOT, TableLayout
 from gem_opkit.cost import Cost, register_flops
+from gem_opkit.derivatives import check_autograd
 from gem_opkit.impl import Impl, resolve_impl
 
 _NAME = "table_lookup"
@@ -275,6 +276,7 @@ def table_lookup(
     if out_dtype is None:
         out_dtype = sums_dtype(weights_N)
     check_out_dtype(_NAME, out_dtype)
+    check_autograd(_NAME, weights_N=weights_N, id_weights_I=id_weights_I)
     chosen = resolve_impl(impl, weights_N.device, _NAME, has_triton=_HAS_TRITON)
     total = ids_I.shape[0] if longest is None else longest
     flat = torch.ops.gem_embeddings.table_lookup(

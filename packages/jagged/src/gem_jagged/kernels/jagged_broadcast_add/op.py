@@ -9,6 +9,7 @@ import gem_jagged.kernels.jagged_take_last.op  # noqa: F401 - an operator that t
 from gem_jagged.batch import Layout
 from gem_jagged.checks import (
     check_floating,
+    check_is_layout,
     check_layout,
     check_same_device,
     check_same_dtype,
@@ -24,6 +25,7 @@ from gem_jagged.kernels.jagged_broadcast_add.reference import (
     jagged_broadcast_add_reference,
 )
 from gem_opkit.cost import Cost, register_flops
+from gem_opkit.derivatives import check_autograd
 from gem_opkit.dims import check_shapes
 from gem_opkit.errors import ShapeError
 from gem_opkit.impl import Impl, resolve_impl
@@ -137,6 +139,7 @@ def jagged_broadcast_add(
     """
     rows_TD = merge_trailing(_NAME, values_TD, name="values_TD", leading=1)
     added_BD = merge_trailing(_NAME, dense_BD, name="dense_BD", leading=1)
+    check_is_layout(_NAME, layout, name="layout")
     check_shapes(_NAME, values_TD=rows_TD, offsets_O=layout.offsets_O, dense_BD=added_BD)
     if values_TD.shape[1:] != dense_BD.shape[1:]:
         raise ShapeError(
@@ -147,6 +150,7 @@ def jagged_broadcast_add(
     check_same_device(_NAME, dense_BD, values_TD, name="dense_BD", like_name="values_TD")
     check_floating(_NAME, values_TD, name="values_TD")
     check_same_dtype(_NAME, dense_BD, values_TD, name="dense_BD", like_name="values_TD")
+    check_autograd(_NAME, values_TD=values_TD, dense_BD=dense_BD)
     chosen = resolve_impl(impl, rows_TD.device, _NAME, has_triton=_HAS_TRITON)
     out_TD = torch.ops.gem_jagged.jagged_broadcast_add(rows_TD, layout.offsets_O, added_BD, chosen)
     return split_trailing(out_TD, values_TD, leading=1)

@@ -6,13 +6,20 @@ import torch
 from torch import Tensor
 
 from gem_jagged.batch import Layout
-from gem_jagged.checks import check_device, check_layout, merge_trailing, split_trailing
+from gem_jagged.checks import (
+    check_device,
+    check_is_layout,
+    check_layout,
+    merge_trailing,
+    split_trailing,
+)
 from gem_jagged.kernels.jagged_concat.cost import jagged_concat_cost
 from gem_jagged.kernels.jagged_concat.reference import (
     jagged_concat_backward_reference,
     jagged_concat_reference,
 )
 from gem_opkit.cost import Cost, register_flops
+from gem_opkit.derivatives import check_autograd
 from gem_opkit.dims import check_shapes
 from gem_opkit.errors import DtypeError, ShapeError, refusal
 from gem_opkit.impl import Impl, resolve_impl
@@ -188,6 +195,8 @@ def jagged_concat(
     """
     left_rows_TD = merge_trailing(_NAME, left_TD, name="left_TD", leading=1)
     right_rows_SD = merge_trailing(_NAME, right_SD, name="right_SD", leading=1)
+    check_is_layout(_NAME, left_layout, name="left_layout")
+    check_is_layout(_NAME, right_layout, name="right_layout")
     check_shapes(
         _NAME,
         left_TD=left_rows_TD,
@@ -213,6 +222,7 @@ def jagged_concat(
                 fix="convert one of them",
             )
         )
+    check_autograd(_NAME, left_TD=left_TD, right_SD=right_SD)
     chosen = resolve_impl(impl, left_TD.device, _NAME, has_triton=_HAS_TRITON)
     values_TD = torch.ops.gem_jagged.jagged_concat(
         left_rows_TD, left_layout.offsets_O, right_rows_SD, right_layout.offsets_O, chosen

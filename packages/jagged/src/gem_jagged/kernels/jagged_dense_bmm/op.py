@@ -6,7 +6,14 @@ import torch
 from torch import Tensor
 
 from gem_jagged.batch import Layout
-from gem_jagged.checks import check_floating, check_layout, check_same_device, check_same_dtype
+from gem_jagged.checks import (
+    check_floating,
+    check_is_layout,
+    check_is_tensor,
+    check_layout,
+    check_same_device,
+    check_same_dtype,
+)
 from gem_jagged.kernels.jagged_dense_bmm.cost import (
     jagged_dense_bmm_backward_cost,
     jagged_dense_bmm_cost,
@@ -16,6 +23,7 @@ from gem_jagged.kernels.jagged_dense_bmm.reference import (
     jagged_dense_bmm_reference,
 )
 from gem_opkit.cost import Cost, register_flops
+from gem_opkit.derivatives import check_autograd
 from gem_opkit.dims import check_shapes
 from gem_opkit.impl import Impl, resolve_impl
 
@@ -183,6 +191,8 @@ def jagged_dense_bmm(
     Source: fbgemm's ``jagged_dense_bmm``; with a bias, generative-recommenders'
         ``jagged_dense_bmm_broadcast_add``.
     """
+    check_is_tensor(_NAME, values_TD, name="values_TD")
+    check_is_layout(_NAME, layout, name="layout")
     check_shapes(
         _NAME,
         values_TD=values_TD,
@@ -196,6 +206,7 @@ def jagged_dense_bmm(
         if tensor is not None:
             check_same_device(_NAME, tensor, values_TD, name=name, like_name="values_TD")
             check_same_dtype(_NAME, tensor, values_TD, name=name, like_name="values_TD")
+    check_autograd(_NAME, values_TD=values_TD, dense_BDF=dense_BDF, bias_BF=bias_BF)
     chosen = _choose(impl, values_TD)
     return torch.ops.gem_jagged.jagged_dense_bmm(
         values_TD, layout.offsets_O, dense_BDF, bias_BF, layout.max_length, chosen

@@ -8,6 +8,7 @@ from torch import Tensor
 from gem_jagged.batch import Layout
 from gem_jagged.checks import (
     check_device,
+    check_is_layout,
     check_layout,
     check_same_device,
     merge_trailing,
@@ -22,6 +23,7 @@ from gem_jagged.kernels.jagged_index_select.reference import (
     jagged_index_select_reference,
 )
 from gem_opkit.cost import Cost, register_flops
+from gem_opkit.derivatives import check_autograd
 from gem_opkit.dims import check_shapes
 from gem_opkit.errors import DeviceError, DtypeError, ShapeError, refusal
 from gem_opkit.impl import Impl, resolve_impl
@@ -225,6 +227,7 @@ def jagged_index_select(
     Source: fbgemm's ``jagged_index_select``.
     """
     rows_TD = merge_trailing(_NAME, values_TD, name="values_TD", leading=1)
+    check_is_layout(_NAME, layout, name="layout")
     check_shapes(_NAME, values_TD=rows_TD, offsets_O=layout.offsets_O)
     check_layout(_NAME, rows_TD, layout, name="values_TD", layout_name="layout")
     _check_index_form(_NAME, indices_I)
@@ -240,6 +243,7 @@ def jagged_index_select(
             f"{_NAME}: selected has B={selected.batch} but indices_I has I={indices_I.shape[0]}; "
             f"make it with select_layout"
         )
+    check_autograd(_NAME, values_TD=values_TD)
     chosen = resolve_impl(impl, rows_TD.device, _NAME, has_triton=_HAS_TRITON)
     out_SD = torch.ops.gem_jagged.jagged_index_select(
         rows_TD, layout.offsets_O, indices_I, selected.offsets_O, selected.total_tokens, chosen

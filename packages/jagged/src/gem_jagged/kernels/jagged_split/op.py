@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from gem_jagged.batch import Layout
-from gem_jagged.checks import check_device, merge_trailing, split_trailing
+from gem_jagged.checks import check_device, check_is_layout, merge_trailing, split_trailing
 from gem_jagged.kernels.jagged_split.cost import jagged_split_cost
 from gem_jagged.kernels.jagged_split.reference import (
     jagged_split_backward_reference,
     jagged_split_reference,
 )
 from gem_opkit.cost import Cost, register_flops
+from gem_opkit.derivatives import check_autograd
 from gem_opkit.dims import check_shapes
 from gem_opkit.errors import ShapeError
 from gem_opkit.impl import Impl, resolve_impl
@@ -139,6 +140,8 @@ def jagged_split(
     Source: own; the inverse of ``jagged_concat``.
     """
     rows_TD = merge_trailing(_NAME, values_TD, name="values_TD", leading=1)
+    check_is_layout(_NAME, left_layout, name="left_layout")
+    check_is_layout(_NAME, right_layout, name="right_layout")
     check_shapes(
         _NAME,
         values_TD=rows_TD,
@@ -153,6 +156,7 @@ def jagged_split(
             f"{left_layout.total_tokens} and right_layout {right_layout.total_tokens}; "
             f"pass the two layouts that make up the sequences"
         )
+    check_autograd(_NAME, values_TD=values_TD)
     chosen = resolve_impl(impl, rows_TD.device, _NAME, has_triton=_HAS_TRITON)
     left_TD, right_SD = torch.ops.gem_jagged.jagged_split(
         rows_TD,

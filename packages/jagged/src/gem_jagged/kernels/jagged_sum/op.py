@@ -6,13 +6,20 @@ import torch
 from torch import Tensor
 
 from gem_jagged.batch import Layout
-from gem_jagged.checks import check_floating, check_layout, merge_trailing, split_trailing
+from gem_jagged.checks import (
+    check_floating,
+    check_is_layout,
+    check_layout,
+    merge_trailing,
+    split_trailing,
+)
 from gem_jagged.kernels.jagged_sum.cost import jagged_sum_backward_cost, jagged_sum_cost
 from gem_jagged.kernels.jagged_sum.reference import (
     jagged_sum_backward_reference,
     jagged_sum_reference,
 )
 from gem_opkit.cost import Cost, register_flops
+from gem_opkit.derivatives import check_autograd
 from gem_opkit.dims import check_shapes
 from gem_opkit.impl import Impl, resolve_impl
 
@@ -113,9 +120,11 @@ def jagged_sum(values_TD: Tensor, layout: Layout, *, impl: Impl = "auto") -> Ten
     Source: sum pooling; ``torch.segment_reduce``.
     """
     rows_TD = merge_trailing(_NAME, values_TD, name="values_TD", leading=1)
+    check_is_layout(_NAME, layout, name="layout")
     check_shapes(_NAME, values_TD=rows_TD, offsets_O=layout.offsets_O)
     check_layout(_NAME, rows_TD, layout, name="values_TD", layout_name="layout")
     check_floating(_NAME, values_TD, name="values_TD")
+    check_autograd(_NAME, values_TD=values_TD)
     chosen = resolve_impl(impl, rows_TD.device, _NAME, has_triton=_HAS_TRITON)
     sum_BD = torch.ops.gem_jagged.jagged_sum(rows_TD, layout.offsets_O, chosen)
     return split_trailing(sum_BD, values_TD, leading=1)

@@ -6,7 +6,14 @@ import torch
 from torch import Tensor
 
 from gem_jagged.batch import Layout
-from gem_jagged.checks import check_device, check_layout, merge_trailing, split_trailing
+from gem_jagged.checks import (
+    check_device,
+    check_is_layout,
+    check_layout,
+    check_tokens,
+    merge_trailing,
+    split_trailing,
+)
 from gem_jagged.kernels.jagged_take_last.cost import (
     jagged_take_last_backward_cost,
     jagged_take_last_cost,
@@ -17,6 +24,7 @@ from gem_jagged.kernels.jagged_take_last.reference import (
 )
 from gem_jagged.offsets import lengths_to_offsets
 from gem_opkit.cost import Cost, register_flops
+from gem_opkit.derivatives import check_autograd
 from gem_opkit.dims import check_shapes
 from gem_opkit.errors import ShapeError, refusal
 from gem_opkit.impl import Impl, resolve_impl
@@ -118,7 +126,7 @@ def last_layout(layout: Layout, count: int) -> Layout:
     """
     op = "last_layout"
     check_shapes(op, offsets_O=layout.offsets_O)
-    _check_count(op, count)
+    check_tokens(op, count, name="count")
     lengths = layout.lengths.clamp(max=count)
     kept_B = layout.offsets_O.diff().clamp(max=count)
     return Layout(
@@ -127,13 +135,6 @@ def last_layout(layout: Layout, count: int) -> Layout:
         min(layout.max_length, count),
         int(lengths.sum()),
     )
-
-
-def _check_count(op: str, count: int) -> None:
-    if count < 0:
-        raise ShapeError(
-            refusal(op, "count", must="be at least 0", got=count, fix="pass a token count")
-        )
 
 
 def jagged_take_last(
@@ -170,9 +171,10 @@ def jagged_take_last(
     Source: own; fbgemm's ``jagged_slice`` with the start counted from the end.
     """
     rows_TD = merge_trailing(_NAME, values_TD, name="values_TD", leading=1)
+    check_is_layout(_NAME, layout, name="layout")
     check_shapes(_NAME, values_TD=rows_TD, offsets_O=layout.offsets_O)
     check_layout(_NAME, rows_TD, layout, name="values_TD", layout_name="layout")
-    _check_count(_NAME, count)
+    check_tokens(_NAME, count, name="count")
     if kept is None:
         kept = last_layout(layout, count)
     check_device(_NAME, rows_TD, kept, name="values_TD", layout_name="kept")
@@ -189,6 +191,7 @@ def jagged_take_last(
                 fix="make it with last_layout",
             )
         )
+    check_autograd(_NAME, values_TD=values_TD)
     chosen = resolve_impl(impl, rows_TD.device, _NAME, has_triton=_HAS_TRITON)
     out_SD = torch.ops.gem_jagged.jagged_take_last(
         rows_TD, layout.offsets_O, kept.offsets_O, kept.total_tokens, chosen

@@ -6,7 +6,15 @@ import torch
 from torch import Tensor
 
 from gem_jagged.batch import Layout
-from gem_jagged.checks import check_align, check_layout, fill_for, merge_trailing, split_trailing
+from gem_jagged.checks import (
+    check_align,
+    check_is_layout,
+    check_layout,
+    check_tokens,
+    fill_for,
+    merge_trailing,
+    split_trailing,
+)
 from gem_jagged.kernels.jagged_to_padded.cost import (
     jagged_to_padded_backward_cost,
     jagged_to_padded_cost,
@@ -16,8 +24,8 @@ from gem_jagged.kernels.jagged_to_padded.reference import (
     jagged_to_padded_reference,
 )
 from gem_opkit.cost import Cost, register_flops
+from gem_opkit.derivatives import check_autograd
 from gem_opkit.dims import check_shapes
-from gem_opkit.errors import ShapeError, refusal
 from gem_opkit.impl import Impl, resolve_impl
 
 _NAME = "jagged_to_padded"
@@ -167,15 +175,15 @@ def jagged_to_padded(
     Source: the rule of padding that ``torch.nested.to_padded_tensor`` follows.
     """
     rows_TD = merge_trailing(_NAME, values_TD, name="values_TD", leading=1)
+    check_is_layout(_NAME, layout, name="layout")
     check_shapes(_NAME, values_TD=rows_TD, offsets_O=layout.offsets_O)
     check_layout(_NAME, rows_TD, layout, name="values_TD", layout_name="layout")
     check_align(_NAME, align)
     if length is None:
         length = layout.max_length
-    elif length < 0:
-        raise ShapeError(
-            refusal(_NAME, "length", must="be at least 0", got=length, fix="pass a token count")
-        )
+    else:
+        check_tokens(_NAME, length, name="length")
+    check_autograd(_NAME, values_TD=values_TD)
     chosen = _choose(impl, rows_TD)
     padded_BND = torch.ops.gem_jagged.jagged_to_padded(
         rows_TD,

@@ -6,7 +6,13 @@ import torch
 from torch import Tensor
 
 from gem_jagged.batch import Layout
-from gem_jagged.checks import check_align, check_device, merge_trailing, split_trailing
+from gem_jagged.checks import (
+    check_align,
+    check_device,
+    check_is_layout,
+    merge_trailing,
+    split_trailing,
+)
 from gem_jagged.kernels.padded_to_jagged.cost import (
     padded_to_jagged_backward_cost,
     padded_to_jagged_cost,
@@ -16,6 +22,7 @@ from gem_jagged.kernels.padded_to_jagged.reference import (
     padded_to_jagged_reference,
 )
 from gem_opkit.cost import Cost, register_flops
+from gem_opkit.derivatives import check_autograd
 from gem_opkit.dims import check_shapes
 from gem_opkit.errors import ShapeError, refusal
 from gem_opkit.impl import Impl, resolve_impl
@@ -123,6 +130,7 @@ def padded_to_jagged(
     Source: the inverse of ``jagged_to_padded``.
     """
     rows_BND = merge_trailing(_NAME, padded_BND, name="padded_BND", leading=2)
+    check_is_layout(_NAME, layout, name="layout")
     check_shapes(_NAME, padded_BND=rows_BND, offsets_O=layout.offsets_O)
     check_device(_NAME, rows_BND, layout, name="padded_BND", layout_name="layout")
     check_align(_NAME, align)
@@ -136,6 +144,7 @@ def padded_to_jagged(
                 fix="pass the layout of the tokens that the padded batch holds",
             )
         )
+    check_autograd(_NAME, padded_BND=padded_BND)
     chosen = resolve_impl(impl, rows_BND.device, _NAME, has_triton=_HAS_TRITON)
     values_TD = torch.ops.gem_jagged.padded_to_jagged(
         rows_BND, layout.offsets_O, layout.total_tokens, align, chosen

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gem_opkit.cost import Cost, register_flops
 from gem_opkit.dims import check_shapes
-from gem_opkit.errors import ConfigError, DtypeError, ShapeError, refusal
+from gem_opkit.errors import ConfigError, DeviceError, DtypeError, ShapeError, refusal
 from gem_opkit.impl import Impl, resolve_impl
 from gem_precision.codes import widened
 from gem_precision.contract import Fp8Block
@@ -58,13 +58,17 @@ def _(x_TD: Tensor, block: str, turned: str, impl: str) -> tuple[Tensor, Tensor,
         return x_TD.new_empty(shape, dtype=torch.uint8)
 
     rows, width = x_TD.shape
-    strips, blocks_d = -(-rows // WIDE_BLOCK), -(-width // WIDE_BLOCK)
-    scales = (strips, blocks_d) if block == "128x128" else (blocks_d, rows)
     return (
         empty(0, 0) if turned == "only" else empty(rows, width),
-        x_TD.new_empty(scales, dtype=torch.float32),
+        x_TD.new_empty(_scales_shape(x_TD, block), dtype=torch.float32),
         empty(0, 0) if turned == "no" else empty(width, rows),
     )
+
+
+def _scales_shape(matrix_TD: Tensor, block: str) -> tuple[int, int]:
+    rows, width = matrix_TD.shape
+    strips, blocks_d = -(-rows // WIDE_BLOCK), -(-width // WIDE_BLOCK)
+    return (strips, blocks_d) if block == "128x128" else (blocks_d, rows)
 
 
 def _cost(x_TD: Tensor, block: str, turned: str, *_: Any) -> Cost:
@@ -134,15 +138,22 @@ def block_dequantize(matrix: BlockMatrix) -> Tensor:
     """Return the numbers that a matrix in block FP8 holds, in plain torch.
 
     Args:
-        matrix: what ``block_quantize`` returned.
+        matrix: what ``block_quantize`` returned, or such bytes and scales that came from elsewhere.
 
     Returns:
         fp32, (T, D).
+
+    Raises:
+        ConfigError: an unknown block.
+        ShapeError: elements that are no matrix, or scales of another shape than theirs.
+        DtypeError: elements that are not uint8, or scales that are not fp32.
+        DeviceError: elements and scales on different devices.
 
     Numerics: exact.
     Cost: for tests and emulation: several passes.
     Source: as ``block_quantize``.
     """
+    _check_matrix("block_dequantize", matrix)
     if matrix.block == "128x128":
         return widened(matrix.elements_TD, matrix.scales, WIDE_BLOCK)
     return widened(matrix.elements_TD, matrix.scales.T, 1)
@@ -186,8 +197,9 @@ def block_dequantize_into(out_TD: Tensor, matrix: BlockMatrix, *, impl: Impl = "
         impl: who computes it; see ``gem_opkit.impl``.
 
     Raises:
-        ShapeError: another shape.
-        DtypeError: another dtype.
+        ShapeError: another shape, or scales of another shape than that of the blocks.
+        DtypeError: another dtype, of ``out_TD`` or of the matrix.
+        DeviceError: tensors on different devices.
         ConfigError: blocks of 1x128.
         UnsupportedError: an ``impl`` that cannot run here.
 
@@ -208,6 +220,7 @@ def block_dequantize_into(out_TD: Tensor, matrix: BlockMatrix, *, impl: Impl = "
                 fix="take block_dequantize",
             )
         )  # fmt: skip
+    _check_matrix(op, matrix)
     if out_TD.shape != matrix.elements_TD.shape or out_TD.stride(1) != 1:
         raise ShapeError(
             refusal(
@@ -216,6 +229,11 @@ def block_dequantize_into(out_TD: Tensor, matrix: BlockMatrix, *, impl: Impl = "
                 got=f"{tuple(out_TD.shape)} with strides {out_TD.stride()}",
                 fix="pass a matrix of that shape",
             )
+        )  # fmt: skip
+    if out_TD.device != matrix.elements_TD.device:
+        raise DeviceError(
+            refusal(op, "out_TD", must=f"be on {matrix.elements_TD.device}", got=out_TD.device,
+                    fix="move it")
         )  # fmt: skip
     if resolve_impl(impl, out_TD.device, op, has_triton=_HAS_TRITON) == "triton":
         from gem_precision.kernels.block_quantize.kernel import launch_widen
@@ -234,10 +252,45 @@ def _quantized(
         raise DtypeError(
             refusal(op, "x_TD", must="be fp32, bf16 or fp16", got=x_TD.dtype, fix="convert it")
         )
+    _check_block(op, block)
+    chosen = resolve_impl(impl, x_TD.device, op, has_triton=_HAS_TRITON)
+    return torch.ops.gem_precision.block_quantize(x_TD.detach(), block, turned, chosen)
+
+
+def _check_block(op: str, block: str) -> None:
     if block not in get_args(Fp8Block):
         known = ", ".join(get_args(Fp8Block))
         raise ConfigError(
             refusal(op, "block", must=f"be one of {known}", got=block, fix="take one of these")
         )
-    chosen = resolve_impl(impl, x_TD.device, op, has_triton=_HAS_TRITON)
-    return torch.ops.gem_precision.block_quantize(x_TD.detach(), block, turned, chosen)
+
+
+def _check_matrix(op: str, matrix: BlockMatrix) -> None:
+    """Refuse bytes and scales that do not fit together: a kernel would read past the scales."""
+    elements_TD, scales = matrix.elements_TD, matrix.scales
+    # By hand: this runs in the hooks of every gather.
+    if elements_TD.ndim != 2:
+        raise ShapeError(
+            refusal(op, "elements_TD", must="be a matrix", got=tuple(elements_TD.shape),
+                    fix="use block_quantize")
+        )  # fmt: skip
+    _check_block(op, matrix.block)
+    for name, tensor, dtype in (
+        ("elements_TD", elements_TD, torch.uint8),
+        ("scales", scales, torch.float32),
+    ):
+        if tensor.dtype != dtype:
+            raise DtypeError(
+                refusal(op, name, must=f"be {dtype}", got=tensor.dtype, fix="use block_quantize")
+            )
+    expected = _scales_shape(elements_TD, matrix.block)
+    if tuple(scales.shape) != expected:
+        raise ShapeError(
+            refusal(op, "scales", must=f"have the shape {expected}", got=tuple(scales.shape),
+                    fix=f"elements are {tuple(elements_TD.shape)} in blocks of {matrix.block}")
+        )  # fmt: skip
+    if scales.device != elements_TD.device:
+        raise DeviceError(
+            refusal(op, "scales", must=f"be on {elements_TD.device}", got=scales.device,
+                    fix="move them")
+        )  # fmt: skip

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from gem_opkit.cost import Cost, register_flops
+from gem_opkit.derivatives import check_autograd
 from gem_opkit.dims import check_shapes
 from gem_opkit.errors import DeviceError, DtypeError, refusal
 from gem_opkit.impl import Impl, resolve_impl
@@ -137,6 +138,7 @@ def gated_residual(
                 _NAME, "offsets_O", must="be int32 or int64", got=offsets_O.dtype, fix="convert it"
             )
         )
+    check_autograd(_NAME, x_TD=x_TD, out_TD=out_TD, gate_BD=gate_BD)
     return torch.ops.gem_precision.gated_residual(
         x_TD,
         out_TD,

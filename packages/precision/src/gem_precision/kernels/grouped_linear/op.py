@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from gem_opkit.cost import Cost, register_flops
+from gem_opkit.derivatives import check_autograd
 from gem_opkit.dims import check_shapes
 from gem_opkit.errors import DeviceError, DtypeError, ShapeError, refusal
 from gem_opkit.impl import Impl, resolve_impl
@@ -25,6 +26,9 @@ _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @torch.library.custom_op("gem_precision::grouped_linear", mutates_args=())
 def _forward(x_TD: Tensor, weight_XFD: Tensor, offsets_O: Tensor, impl: str) -> Tensor:
+    if offsets_O.device.type == "cpu":
+        # Here and not in the function: tensors without values do not come this far.
+        _check_edges(offsets_O.tolist(), x_TD.shape[0])
     if resolve_impl(impl, x_TD.device, _NAME, has_triton=_HAS_TRITON) == "triton":
         from gem_precision.kernels.grouped_linear.kernel import launch_forward
 
@@ -112,7 +116,8 @@ def grouped_linear(
         gradients; what stands in them is not read.
 
     Raises:
-        ShapeError, DtypeError, DeviceError: an argument breaks its suffix, dtype or device.
+        ShapeError, DtypeError, DeviceError: an argument breaks its suffix, dtype or device; offsets
+            in host memory that fall, do not begin at 0 or end behind the rows.
         UnsupportedError: an ``impl`` that cannot run here.
 
     Numerics: sums in fp32. The gradient of an expert without rows is exactly zero.
@@ -146,4 +151,20 @@ def grouped_linear(
             raise DeviceError(
                 refusal(_NAME, name, must=f"be on {x_TD.device}", got=tensor.device, fix="move it")
             )
+    check_autograd(_NAME, x_TD=x_TD, weight_XFD=weight_XFD)
     return torch.ops.gem_precision.grouped_linear(x_TD, weight_XFD, offsets_O, chosen)
+
+
+def _check_edges(edges: list[int], rows: int) -> None:
+    order = [0, *edges, rows]
+    if edges[0] == 0 and order == sorted(order):
+        return
+    raise ShapeError(
+        refusal(
+            _NAME,
+            "offsets_O",
+            must=f"begin at 0, never fall, and end at {rows} rows at most",
+            got=edges,
+            fix="give the running sum of the rows of each expert",
+        )
+    )

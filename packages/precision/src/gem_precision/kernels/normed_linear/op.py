@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gem_opkit.cost import Cost, register_flops
+from gem_opkit.derivatives import check_autograd
 from gem_opkit.dims import check_shapes
 from gem_opkit.errors import (
     ConfigError,
@@ -259,6 +260,7 @@ def normed_linear(
         raise ConfigError(
             refusal(_NAME, "eps", must="be above 0", got=eps, fix="it keeps a row of zeros finite")
         )
+    check_autograd(_NAME, x_TD=x_TD, weight_FD=weight_FD, gain_D=gain_D)
     has_kernel = _takes(x_TD)
     if impl == "triton" and not has_kernel:
         raise UnsupportedError(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from gem_opkit.cost import Cost, register_flops
+from gem_opkit.derivatives import check_autograd
 from gem_opkit.dims import check_shapes
 from gem_opkit.errors import ConfigError, DeviceError, DtypeError, UnsupportedError, refusal
 from gem_opkit.impl import Impl, resolve_impl
@@ -260,6 +261,7 @@ def quantized_linear(
     """
     check_operands(_NAME, x_TD, weight_FD)
     _check_seeds(formats, seed=seed, hadamard_seed=hadamard_seed)
+    check_autograd(_NAME, x_TD=x_TD, weight_FD=weight_FD)
     chosen = resolve_impl(impl, x_TD.device, _NAME, has_triton=_HAS_TRITON)
     if chosen == "triton":
         check_formats(formats, x_TD.device)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from gem_opkit.cost import Cost, register_flops
+from gem_opkit.derivatives import check_autograd
 from gem_opkit.errors import (
     ConfigError,
     DeviceError,
@@ -283,6 +284,7 @@ def _norm(
         raise ConfigError(
             refusal(op, "seed", must="be in [0, 2^63)", got=seed, fix="draw it from that range")
         )
+    check_autograd(op, x=x, before=before, after=after, gain_D=gain_D)
     # Asked before anything is resolved, because the log says what is resolved.
     fits = True
     if x.shape[-1] > WIDEST:
