@@ -378,6 +378,14 @@ CASES = (
         "raw files that are not there",
         (*("data", "prepare", "movielens-100k", "--source", "raw", "--out", "other"),),
     ),
+    Case(
+        *("The data set", "a log that does not grow"),
+        (*("data", "prepare", "synthetic", "--out", "other"), *("--grown-from", "data")),
+    ),
+    Case(
+        *("The data set", "a grown one for examples"),
+        (*PREDICT, "--data", "data"),
+    ),
     Case("The data set", "a place that is taken", ("data", "prepare", "synthetic", "--out", "run")),
     Case("The data set", "data check of something else", ("data", "check", "run")),
     Case(

@@ -176,6 +176,6 @@ def test_workers_of_a_killed_rank_do_not_stay(tiny, logs):
         assert Path(f"/proc/{worker}").exists()
         rank.kill()
     started = time.monotonic()
-    while Path(f"/proc/{worker}").exists() and time.monotonic() - started < 20:
+    while Path(f"/proc/{worker}").exists() and time.monotonic() - started < 40:
         time.sleep(0.05)
-    assert time.monotonic() - started < 5
+    assert not Path(f"/proc/{worker}").exists()  # which would sleep for a minute

@@ -1,7 +1,6 @@
 """The line before a ranker: bounded, together where that pays, and answered to the last."""
 
 import threading
-import time
 from concurrent.futures import wait
 
 import pytest
@@ -38,10 +37,9 @@ def test_a_full_line_refuses_at_once_and_serves_who_waits():
         first = line.put(ask(0))
         assert scores.began.wait(20)
         waiting = [line.put(ask(user)) for user in (1, 2, 3)]
-        began = time.perf_counter()
+        # Nothing is scored before `go`: a refusal that waited for it would not come.
         with pytest.raises(Overloaded, match="3 requests are waiting"):
             line.put(ask(4))
-        assert time.perf_counter() - began < 1.0
         scores.go.set()
         wait([first, *waiting], timeout=20)
         assert [future.result().fingerprint for future in (first, *waiting)] == list("0123")

@@ -67,6 +67,7 @@ def test_progressive_predictions_are_of_all_splits(run, tmp_path):
         (("--embeddings", "--progressive"), "--split and --progressive must be left out"),
         (("--every", "1"), "--every must come with --embeddings"),
         (("--until", "1"), "--until must come with --embeddings"),
+        (("--data", "here"), "--data must come with --embeddings"),
         (("--refresh-on", "a.b=1"), "--refresh-on must come with --embeddings"),
     ],
 )

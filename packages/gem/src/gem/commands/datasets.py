@@ -29,6 +29,13 @@ def data_prepare(
             "it, kuairand takes GEM_KUAIRAND, and a log of your own lies beside its TOML file.",
         ),
     ] = None,
+    grown_from: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Data set of the same log at an earlier time, whose ids keep their meaning.",
+        ),
+    ] = None,
     *,
     as_json: JsonFlag = False,
 ) -> None:
@@ -38,7 +45,7 @@ def data_prepare(
 
     console = console_of(as_json=as_json)
     there = (out / SPEC_FILE).is_file()
-    spec = prepare(name, out, source=source)
+    spec = prepare(name, out, source=source, grown_from=grown_from)
     if owner := notice(spec):
         say_line(console, owner)
     made = ", which was made before" if there else ""

@@ -149,7 +149,15 @@ def predict(  # noqa: PLR0913 - each is an option of the command
         int | None,
         typer.Option(
             metavar="MS",
-            help="Of user embeddings: last refresh, in ms since 1970; default the last example.",
+            help="Of user embeddings: last refresh, in ms since 1970, at most the last example; "
+            "default that.",
+        ),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Of user embeddings: a data set that is the run's own with newer rows behind it.",
         ),
     ] = None,
     *,
@@ -179,10 +187,12 @@ def predict(  # noqa: PLR0913 - each is an option of the command
     newer events are embedded.
     """
     if embeddings and _is_user_model(run):
-        refresh = (every, refresh_on, until)
+        refresh = (every, refresh_on, until, data)
         _embed_users(run, out, refresh, splits or progressive, as_json=as_json)
         return
-    _refuse_refresh(every, refresh_on, until)
+    _refuse_refresh(
+        {"--every": every, "--refresh-on": refresh_on, "--until": until, "--data": data}
+    )
     with interrupts_end_at_once():
         from gem.train.predict import HELD_OUT
         from gem.train.predict import predict as predict_run
@@ -213,7 +223,7 @@ def _is_user_model(run: Path) -> bool:
 def _embed_users(
     run: Path,
     out: Path,
-    refresh: tuple[float | None, str | None, int | None],
+    refresh: tuple[float | None, str | None, int | None, Path | None],
     rows: object,
     *,
     as_json: bool,
@@ -233,18 +243,18 @@ def _embed_users(
     with interrupts_end_at_once():
         from gem.stages.embed import Refresh, embed_users
         from gem.train.progress import Display
-    every, refresh_on, until = refresh
+    every, refresh_on, until, data = refresh
     asked = Refresh(24.0 if every is None else every, refresh_on, until)
     with terminated_cleanly("parts that are listed in embeddings.json are whole"):
-        found = embed_users(run, out, asked, display=Display(console_of(as_json=as_json)))
+        display = Display(console_of(as_json=as_json))
+        found = embed_users(run, out, asked, grown=data, display=display)
     if as_json:
         print_json(found.model_dump(mode="json"))
 
 
-def _refuse_refresh(every: object, refresh_on: object, until: object) -> None:
+def _refuse_refresh(given: dict[str, object]) -> None:
     from gem_opkit.errors import ConfigError, refusal
 
-    given = {"--every": every, "--refresh-on": refresh_on, "--until": until}
     for name, value in given.items():
         if value is not None:
             raise ConfigError(

@@ -1,6 +1,7 @@
 """Users at any time, and items, without an example: what a model of users is asked about."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -8,7 +9,8 @@ import torch
 from gem.data.batch import ExampleBatch
 from gem.data.entity_table import Ids, take_ids
 from gem.data.features import NumberTransform
-from gem.data.schema import BatchSchema
+from gem.data.grown import past_digest
+from gem.data.schema import BatchSchema, IdInput
 from gem.data.sources import Sources
 from gem.data.stream_reader import StreamReader
 from gem.data.transforms import apply_transforms
@@ -21,7 +23,8 @@ class AsOfReader:
 
     Args:
         sources: of the data set.
-        schema: what the batches of its examples hold.
+        schema: what the batches of its examples hold; an id beyond the rows of its table, as one
+            that came later has, counts as missing.
         streams: readers of its streams.
         transforms: of continuous inputs, by name.
     """
@@ -61,12 +64,17 @@ class AsOfReader:
         streams = {}
         for name, stream in self._streams.items():
             arrays = stream.arrays_at(users, times_ms, self._transforms)
-            streams[name] = stream.batch(arrays, None, self._transforms)
+            events = stream.batch(arrays, None, self._transforms)
+            streams[name] = replace(events, ids=self._known_of(name, events.ids))
         none_BA = torch.zeros(count, len(schema.labels))
         return ExampleBatch(
             streams=streams,
             ids={
-                source.name: _jagged(self._ids(source.name, key, users, times_ms))
+                source.name: _known(
+                    source,
+                    _jagged(self._ids(source.name, key, users, times_ms)),
+                    self._sources.fill_of(source.name),
+                )
                 for source in schema.ids
                 if source.name in schema.of_user
             },
@@ -148,6 +156,31 @@ class AsOfReader:
             )
         return self._streams[stream].events_with(field, values)
 
+    def past_digest(self, until_ms: int) -> str:
+        """Hash what the log says of its users before a time (`gem.data.grown.past_digest`).
+
+        Args:
+            until_ms: what came before it counts.
+        """
+        return past_digest(self._sources.dataset, until_ms)
+
+    def last_ms(self) -> int:
+        """Time of the last example of the log."""
+        return int(self._sources.times[-1])
+
+    def _known_of(self, stream: str, ids: Mapping[str, Jagged]) -> dict[str, Jagged]:
+        inputs = next(each for each in self._schema.streams if each.name == stream).ids
+        declared = self._sources.dataset.spec.stream(stream).ids
+        fills = {field.name: field.fill for field in declared}
+        return {
+            source.name: _known(
+                source,
+                ids[source.name],
+                fills.get(source.name, self._sources.fill_of(source.name)),
+            )
+            for source in inputs
+        }
+
     def _ids(self, name: str, key: str, keys: np.ndarray, times_ms: np.ndarray) -> Ids:
         if name == key:
             return Ids(keys)
@@ -159,6 +192,14 @@ class AsOfReader:
         if held is None:
             raise TypeError(f"AsOfReader: {name} belongs to no entity")
         return self._sources.entity_table(held[0]).rows_of(keys, times_ms)
+
+
+def _known(source: IdInput, ids: Jagged, fill: int) -> Jagged:
+    """Ids that a model has rows for; those of what it has never seen count as missing."""
+    if source.id_space != "row":
+        return ids
+    later = ids.values >= source.num_embeddings
+    return replace(ids, values=ids.values.masked_fill(later, fill)) if later.any() else ids
 
 
 def _jagged(ids: Ids) -> Jagged:

@@ -21,7 +21,15 @@ import pyarrow.parquet as pq
 from pydantic import ValidationError
 
 from gem.contract_faults import explain, explain_size
-from gem.data.columns import Column, ColumnRequest, count_rows, part_files, read_columns
+from gem.data.columns import (
+    DAMAGE,
+    Column,
+    ColumnRequest,
+    count_rows,
+    not_whole,
+    part_files,
+    read_columns,
+)
 from gem.data.features import DatasetSpec
 from gem.data.fields import (
     EventIdField,
@@ -168,6 +176,40 @@ class Dataset:
                 f"got {keys[np.argmax(counts > 1)]} twice; keep one row of each"
             )
         return columns
+
+    def vocabulary(self, table: str) -> tuple[str, ...] | None:
+        """What the ids 1, 2, ... of a table stand for.
+
+        Args:
+            table: its name.
+
+        Returns:
+            texts; None where the data set does not say.
+
+        Raises:
+            DataError: what it says is damaged, or of another number of ids.
+        """
+        folder = self.folder / "vocabularies" / table
+        if not folder.is_dir():
+            return None
+        found: list[str] = []
+        for file in part_files(folder):
+            try:
+                found += pq.read_table(file, columns=["value"]).column(0).to_pylist()
+            except DAMAGE as fault:
+                raise not_whole(file, fault) from fault
+        rows = self.spec.table(table).num_embeddings
+        if len(found) != rows - 1:
+            raise DataError(
+                refusal(
+                    "gem data",
+                    str(folder),
+                    must=f"say what the {rows - 1} ids of table {table!r} stand for",
+                    got=f"{len(found)} texts",
+                    fix="make the data set again",
+                )
+            )
+        return tuple(found)
 
     def example_request(self, name: str) -> ColumnRequest:
         """How a declared column of the examples is read.
@@ -381,7 +423,7 @@ class DatasetWriter:
         self._append(Path("entities") / name, columns)
 
     def vocabulary(self, table: str, columns: Mapping[str, Any]) -> None:
-        """Append to what the ids of a table stand for; for people, never read."""
+        """Append to what the ids of a table stand for; no model reads it."""
         self._append(Path("vocabularies") / table, columns)
 
     def sources(self, text: str) -> None:

@@ -50,6 +50,9 @@ class Manifest(Contract):
     trigger: str | None = Field(default=None, description="events that refresh at once")
     begin_ms: int = Field(description="end of the first tick")
     until_ms: int = Field(description="end of the last one")
+    past: str | None = Field(
+        default=None, description="hash of what the log said before that; None: of an older folder"
+    )
     parts: tuple[Part, ...] = ()
 
 

@@ -8,6 +8,7 @@ from gem.data.dataset import SPEC_FILE, Dataset
 from gem.data.declared.load import load_declaration, shipped_declarations
 from gem.data.declared.make import write_declared
 from gem.data.features import DatasetSpec, DataSpec
+from gem.data.grown import check_grown
 from gem.data.kuairand import write_kuairand
 from gem.data.kuairand_files import known_folder
 from gem.data.made_from import refuse_stale
@@ -46,6 +47,7 @@ def prepare(
     *,
     source: Path | str | None = None,
     options: SyntheticSpec | None = None,
+    grown_from: Path | str | None = None,
 ) -> DatasetSpec:
     """Make a data set, unless it is there already, of the same raw files.
 
@@ -56,6 +58,8 @@ def prepare(
             are downloaded, those of `kuairand` are in the folder that GEM_KUAIRAND names, those of
             a declaration of one's own beside it.
         options: of the generator, for `synthetic`; none: the defaults.
+        grown_from: for a declaration, folder of a data set of the same log at an earlier time: its
+            ids keep their meaning, and later ones follow them.
 
     Returns:
         the contract of the data set.
@@ -67,7 +71,8 @@ def prepare(
     """
     out, source = Path(out), None if source is None else Path(source)
     there = (out / SPEC_FILE).is_file()
-    spec = _made(name, out, source=source, options=options)
+    before = None if grown_from is None else Path(grown_from)
+    spec = _made(name, out, source=source, options=options, grown_from=before)
     if there:
         if name == "kuairand":
             source = known_folder(source)
@@ -78,7 +83,12 @@ def prepare(
 
 
 def _made(
-    name: str, out: Path, *, source: Path | None, options: SyntheticSpec | None
+    name: str,
+    out: Path,
+    *,
+    source: Path | None,
+    options: SyntheticSpec | None,
+    grown_from: Path | None = None,
 ) -> DatasetSpec:
     if name not in NAMES and not name.endswith(".toml"):
         raise ConfigError(
@@ -96,7 +106,17 @@ def _made(
     if source is not None and name == "synthetic":
         raise ConfigError("gem data prepare: 'synthetic' is generated and takes no source")
     if name.endswith(".toml") or name in shipped_declarations():
-        return _prepare_declared(name, out, source)
+        return _prepare_declared(name, out, source, grown_from)
+    if grown_from is not None:
+        raise ConfigError(
+            refusal(
+                "gem data prepare",
+                "--grown-from",
+                must="come with a log that is declared by a TOML file",
+                got=f"{name!r}, which does not grow",
+                fix="remove it",
+            )
+        )
     wanted = (options or SyntheticSpec()).model_dump() if name == "synthetic" else {}
     if (out / SPEC_FILE).is_file():
         return _existing(out, name, wanted)
@@ -107,14 +127,18 @@ def _made(
     return write_movielens_100k(out, source=source)
 
 
-def _prepare_declared(name: str, out: Path, source: Path | None) -> DatasetSpec:
+def _prepare_declared(
+    name: str, out: Path, source: Path | None, grown_from: Path | None
+) -> DatasetSpec:
     declaration, digest = load_declaration(name)
     if (out / SPEC_FILE).is_file():
+        if grown_from is not None:
+            check_grown(Dataset.open(grown_from), Dataset.open(out))
         return _existing(out, declaration.name, {"declaration": digest})
     if source is None and name.endswith(".toml"):
         source = Path(name).parent
     file = Path(name) if name.endswith(".toml") else None
-    return write_declared(out, declaration, digest, source=source, file=file)
+    return write_declared(out, declaration, digest, source=source, file=file, grown_from=grown_from)
 
 
 def provide(data: DataSpec, root: Path, *, fresh: bool = False) -> DatasetSpec:

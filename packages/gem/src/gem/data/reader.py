@@ -21,6 +21,7 @@ from gem.data.dataset import Dataset
 from gem.data.dealing import Balance, Dealer
 from gem.data.features import DatasetSpec, DataSpec, StreamRead
 from gem.data.file_versions import DataSetVersion, changed, data_set_version
+from gem.data.grown import check_grown
 from gem.data.names import nearest
 from gem.data.reader_parts import ReaderParts
 from gem.data.schema import BatchSchema, VectorInput
@@ -321,11 +322,16 @@ class Reader:
         """
         return {} if self._statistics is None else self._statistics.trained_state().saved()
 
-    def as_of(self) -> AsOfReader:
+    def as_of(self, grown: Path | None = None) -> AsOfReader:
         """Read users at any time, without an example, for a model of users.
+
+        Args:
+            grown: folder of a data set that is this one with more behind it, to be read in its
+                place; None: this one. Ids that only the other one has count as missing.
 
         Raises:
             ConfigError: the recipe computes statistics or a running scale, which are of examples.
+            DataError: `grown` is no data set, or not this one with more behind it.
         """
         data = self._sources.data
         if data.statistics or data.running_scale is not None:
@@ -338,7 +344,15 @@ class Reader:
                     fix="remove them, or set fixed data.transforms",
                 )
             )
-        return AsOfReader(self._sources, self.schema, self._streams, self._transforms)
+        sources, streams = self._sources, self._streams
+        if grown is not None:
+            longer = Dataset.open(grown)
+            check_grown(sources.dataset, longer)
+            sources = Sources(longer, data)
+            streams = {
+                name: StreamReader(sources, name, read, ()) for name, read in self._reads().items()
+            }
+        return AsOfReader(sources, self.schema, streams, self._transforms)
 
     def close(self) -> None:
         """End the worker processes that wait for a next reading. May be called at any time."""
@@ -388,10 +402,13 @@ class Reader:
                 )
             )
 
-    def _open_streams(self) -> dict[str, StreamReader]:
+    def _reads(self) -> dict[str, StreamRead]:
         reads = self._sources.data.streams
         if reads is None:
-            reads = {stream.name: StreamRead() for stream in self.dataset.streams}
+            return {stream.name: StreamRead() for stream in self.dataset.streams}
+        return reads
+
+    def _open_streams(self) -> dict[str, StreamReader]:
         statistics = self._statistics
         return {
             name: StreamReader(
@@ -400,7 +417,7 @@ class Reader:
                 read,
                 statistics.event_names(name) if statistics else (),
             )
-            for name, read in reads.items()
+            for name, read in self._reads().items()
         }
 
     def _check_transforms(self) -> None:

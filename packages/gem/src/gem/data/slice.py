@@ -89,6 +89,9 @@ def slice_dataset(folder: Path, out: Path, where: Mapping[str, Sequence[int]]) -
         for entity in spec.entities:
             for part in part_files(folder / "entities" / entity.name):
                 writer.entity(entity.name, _columns(pq.read_table(part)))
+        for folder_of in sorted((folder / "vocabularies").glob("*")):
+            for part in part_files(folder_of):
+                writer.vocabulary(folder_of.name, _columns(pq.read_table(part)))
         writer.finish(smaller)
     return smaller
 

@@ -33,7 +33,7 @@ from gem.train.progress import Display
 from gem.train.run import DATA_ROOT, Run
 from gem.train.saved_run import saved_run
 from gem.train.snapshots import Loaded, Snapshot, newest_before, snapshots
-from gem_opkit.errors import ConfigError, UnsupportedError, refusal
+from gem_opkit.errors import ConfigError, DataError, UnsupportedError, refusal
 
 _COMMAND = "gem predict"
 _BATCH = 512
@@ -47,7 +47,8 @@ class Refresh:
     Attributes:
         every_hours: time between ticks, which begin at midnight of UTC.
         trigger: events that refresh at once, ``STREAM.FIELD=ID,ID``; None for none.
-        until_ms: no tick later than this; None: the time of the last example.
+        until_ms: no tick later than this, nor than the last example; None: all until then. What
+            is known at the end of a log need not be all that comes before a later tick.
     """
 
     every_hours: float = 24.0
@@ -74,6 +75,7 @@ def embed_users(
     out: Path,
     refresh: Refresh | None = None,
     *,
+    grown: Path | None = None,
     display: Display | None = None,
     data_root: Path = DATA_ROOT,
 ) -> Manifest:
@@ -83,6 +85,8 @@ def embed_users(
         run: folder of a run of a model of users.
         out: new or empty, or a folder of this very model, which is continued.
         refresh: when embeddings are made; None for once a day.
+        grown: folder of a data set that is the run's own with more behind it, to be read in its
+            place; None: the run's own. Of what only the other one holds, the run knows no ids.
         display: shows the progress; none: silent.
         data_root: as in `gem.train.loop.train`.
 
@@ -92,7 +96,8 @@ def embed_users(
     Raises:
         ConfigError: another kind of model, a folder in use, of another model or with other ticks.
         UnsupportedError: several ranks, or a run of several passes.
-        DataError: no complete checkpoint, or the data set is missing or another one.
+        DataError: no complete checkpoint, or the data set is missing or another one; or `grown` is
+            not that one with more behind it.
     """
     refresh = Refresh() if refresh is None else refresh
     if refresh.every_ms < 1:
@@ -114,7 +119,7 @@ def embed_users(
             fingerprint = fingerprint_of(model)
         there = _continued(out, fingerprint, refresh)
         found = snapshots(opened, _COMMAND)
-        work = _Work(opened, found, refresh, out, fingerprint)
+        work = _Work(opened, found, refresh, out, fingerprint, grown)
         return work.write(there, spec.width)
 
 
@@ -192,12 +197,19 @@ class _Work:
     """The ticks of a folder, in order."""
 
     def __init__(
-        self, run: Run, found: list[Snapshot], refresh: Refresh, out: Path, fingerprint: str
+        self,
+        run: Run,
+        found: list[Snapshot],
+        refresh: Refresh,
+        out: Path,
+        fingerprint: str,
+        grown: Path | None,
     ) -> None:
         self._run, self._snapshots, self._refresh = run, found, refresh
         self._out, self._fingerprint = out, fingerprint
         self._model = assert_gem(run.step.model)
-        self._reader = run.reader.as_of()
+        self._reader = run.reader.as_of(grown)
+        self._grown = grown is not None
         self._loaded = Loaded(run, run.state.step)
         self._triggered: tuple[np.ndarray, np.ndarray] | None = None
         if refresh.trigger is not None:
@@ -206,9 +218,11 @@ class _Work:
     def write(self, there: Manifest | None, width: int) -> Manifest:
         reader, refresh = self._run.reader, self._refresh
         first, last = _span(self._run)
+        if self._grown:
+            last = self._reader.last_ms()
         every = refresh.every_ms
         begin = _tick(max(first, self._snapshots[0].from_ms) - 1, every)
-        until = last if refresh.until_ms is None else refresh.until_ms
+        until = last if refresh.until_ms is None else min(last, refresh.until_ms)
         done = begin - every if there is None else there.until_ms
         end = until // every * every
         if there is None and end < begin:
@@ -223,6 +237,8 @@ class _Work:
                 )
             )
         begin = begin if there is None else there.begin_ms
+        if there is not None:
+            self._check_past(there)
         self._out.mkdir(parents=True, exist_ok=True)
         parts = [] if there is None else list(there.parts)
         users, times, ticks = self._asked(begin, done, max(end, done))
@@ -244,11 +260,25 @@ class _Work:
             trigger=refresh.trigger,
             begin_ms=begin,
             until_ms=max(end, done),
+            past=self._reader.past_digest(max(end, done)),
             parts=tuple(parts),
         )
         write_manifest(self._out, manifest)
         self._tell(manifest, len(users))
         return manifest
+
+    def _check_past(self, there: Manifest) -> None:
+        if there.past in (None, self._reader.past_digest(there.until_ms)):
+            return
+        raise DataError(
+            refusal(
+                _COMMAND,
+                "--out",
+                must="be continued over a log that says the same of all that it was made of",
+                got=f"another past before {there.until_ms} ms than {self._out} was made of",
+                fix="give --data the log that has grown on, or choose another --out",
+            )
+        )
 
     def _asked(self, begin: int, done: int, end: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Users, times as of which they are embedded, and ends of the ticks; in time order."""

@@ -83,7 +83,7 @@ def train(
         run = build_run(config, folder, world, display, data_root, fresh=not resume)
         check_interim(run)
         if next(newest_first(folder / CHECKPOINTS), None) is None:  # else its rows are in there
-            start_tables(run)
+            start_tables(run, data_root)
         record_config(config, folder, world)
         if resume:
             continue_run(run)

@@ -4,7 +4,7 @@ Done once, before the first step; from then on the rows are the run's own. A run
 them in its checkpoint.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import cast
 
@@ -13,26 +13,32 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from gem.data.dataset import Dataset
+from gem.data.id_meaning import difference
 from gem.data.names import nearest
+from gem.data.prepare import default_folder
 from gem.train.checkpoint import latest_complete, single_process_is_meant
 from gem.train.checkpoint_faults import damage_named
 from gem.train.checkpoint_manifest import check_content, read_manifest
-from gem.train.run import Run
-from gem.train.run_folder import CHECKPOINTS
+from gem.train.fingerprint import dataset_fingerprint
+from gem.train.run import DATA_ROOT, Run
+from gem.train.run_folder import CHECKPOINTS, read_run_config
 from gem_embeddings.tables import EmbeddingTables
 from gem_opkit.errors import ConfigError, DataError, UnsupportedError, refusal
 from gem_parallel.launch import World
 
 
-def start_tables(run: Run) -> None:
+def start_tables(run: Run, data_root: Path = DATA_ROOT) -> None:
     """Give tables of a run the rows of another run's, as its recipe says.
 
     Args:
         run: built, before its first step; one whose recipe names no other run stays as it is.
+        data_root: as in `gem.train.loop.train`.
 
     Raises:
         ConfigError: a table that the model does not have.
-        DataError: the other run has no complete checkpoint, or a table of it has another shape.
+        DataError: the other run has no complete checkpoint, a table of it has another shape, or
+            its ids mean something else there, or nothing tells what.
         UnsupportedError: an engine holds the tables.
     """
     start = run.spec.start_tables
@@ -86,10 +92,14 @@ def start_tables(run: Run) -> None:
                 fix="leave it out",
             )
         )
+    growing = _check_ids(run, folder, rows, data_root)
     with torch.no_grad():
         for name, found in rows.items():
-            _check(name, wanted[name][1], found, checkpoint)
-            wanted[name][1].copy_(found)
+            target = wanted[name][1]
+            if name in growing:  # ids that only this run's data has come behind, and begin anew
+                target = target[: len(found)]
+            _check(name, target, found, checkpoint)
+            target.copy_(found)
     told = ", ".join(rows) or "none, as it has no table of these names"
     run.display.stage(f"tables that begin as those of {checkpoint}: {told}")
     if rows:
@@ -97,6 +107,42 @@ def start_tables(run: Run) -> None:
             "warning: progressive metrics are too good wherever that run has learned from the same "
             "rows; those of later periods are not"
         )
+
+
+def _check_ids(run: Run, other: Path, names: Iterable[str], data_root: Path) -> set[str]:
+    """Refuse rows of ids that mean something else in the data that the other run read.
+
+    Returns:
+        the tables whose first rows may be the other run's, as ids are rows there.
+    """
+    own = Dataset.open(default_folder(run.config.data, data_root))
+    config = read_run_config(other)
+    there = default_folder(config.data, data_root)
+    declared = {table.name for table in own.spec.tables}
+    wanted = [name for name in names if name in declared]  # others are as the recipes have them
+    growing = {t.name for t in own.spec.tables if t.name in wanted and t.id_space == "row"}
+    if not wanted:
+        return growing
+    theirs = Dataset.open(there)
+    if dataset_fingerprint(there) == run.dataset:
+        return growing
+    known = {table.name for table in theirs.spec.tables}
+    for name in wanted:
+        differs = "no such table in its data" if name not in known else None
+        if differs is None:
+            differs = difference(name, own, theirs)
+        if differs is not None:
+            raise DataError(
+                refusal(
+                    "gem train",
+                    f"table {name}",
+                    must=f"have ids that mean the same in the data of {other}",
+                    got=differs,
+                    fix="make one data set with --grown-from the other, or leave the table out of "
+                    "train.start_tables.tables",
+                )
+            )
+    return growing
 
 
 def _own(run: Run) -> dict[str, tuple[str, Tensor]]:

