@@ -1,6 +1,8 @@
 """A log that has grown by some days: embeddings go on over it, byte for byte, and ids stay."""
 
 import csv
+import re
+import shutil
 
 import numpy as np
 import pytest
@@ -191,6 +193,13 @@ def test_ids_of_a_slice_mean_what_they_did(logs, tmp_path):
         assert difference(table, short, cut) is None
     assert cut.vocabulary("item") == short.vocabulary("item")
     assert "'a0' in" in difference("item", short, anew)
+    # Where neither the vocabulary nor dataset.toml names them, equal declarations prove nothing.
+    text = (tmp_path / "slice" / "dataset.toml").read_text()
+    shutil.rmtree(tmp_path / "slice" / "vocabularies")
+    (tmp_path / "slice" / "dataset.toml").write_text(re.sub(r"(?m)^values = .*\n", "", text))
+    for other in (short, Dataset.open(tmp_path / "slice")):
+        told = difference("item", other, Dataset.open(tmp_path / "slice"))
+        assert told.startswith("nothing that tells what they mean")
 
 
 def test_a_refresh_over_the_grown_log_gives_the_bytes_of_a_full_run(run, logs):

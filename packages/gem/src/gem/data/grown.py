@@ -67,12 +67,13 @@ def past_digest(dataset: Dataset, until_ms: int) -> str:
         past = columns[stream.time].values < until_ms
         columns = _in_order({name: _rows(c, past) for name, c in columns.items()}, stream)
         delays = {f.name: f.visible_after_ms for f in (*stream.ids, *stream.numbers)}
+        told = {}
         for name, column in columns.items():
             known = columns[stream.time].values + delays.get(name, 0) < until_ms
-            values = np.where(known, column.values, column.values.dtype.type(0))
-            _add(digest, f"{stream.name}.{name}", values)
+            told[name] = np.where(known, column.values, column.values.dtype.type(0))
+            _add(digest, f"{stream.name}.{name}", told[name])
         for field in stream.ids:
-            named.setdefault(field.table, []).append(columns[field.name].values)
+            named.setdefault(field.table, []).append(told[field.name])
         if spec.examples.user in tables:
             users = columns[stream.user].values
             named.setdefault(tables[spec.examples.user], []).append(users)
